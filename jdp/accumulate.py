@@ -1,0 +1,193 @@
+"""Accumulation across calls: nothing is sent, and nothing moves, until the k-th call.
+
+    call 1 ... k-1   acc += weight * g    [N, *shape], each replica its own row; updates are zero
+    call k           inner.update(acc / sum of weights), which reduces, clips, steps; acc is cleared
+
+In: per-replica gradients, as for `jdp.all_reduce`. Out: updates. The inner transformation sees
+one call for every k, so its schedules and counters count applied updates. `multi_steps` belongs
+outermost: what stands outside it would run on every call, on zeros.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdp.mesh import AxisNames, is_whole
+from jdp.replica import (
+    PerReplica,
+    give_per_replica,
+    map_per_replica,
+    take_per_replica,
+    zeros_per_replica,
+)
+
+
+class MultiStepsState(NamedTuple):
+    """State of `multi_steps`.
+
+    Attributes:
+        calls: Calls since the last applied update, int32.
+        num_updates: Updates applied so far, int32.
+        weight: Sum of the weights of those calls, float32.
+        accumulated: Weighted sum of their gradients, `PerReplica` leaves of float32.
+        inner_state: State of the inner transformation.
+    """
+
+    calls: jax.Array
+    num_updates: jax.Array
+    weight: jax.Array
+    accumulated: Any
+    inner_state: Any
+
+
+def multi_steps(
+    inner: optax.GradientTransformation, every: int, *, axis: AxisNames | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Applies `inner` to the average gradient of every k calls.
+
+    With W_c the total weight of call c and g_c its per-replica gradients, the k-th call gives
+    the inner transformation
+
+        sum_c W_c * g_c / sum_c W_c
+
+    which is what one call with the k batches joined would have given. A loss with a weight of
+    its own weighs by that, a plain mean by its number of examples.
+
+    Guarantees:
+        - Calls that do not complete a window send nothing and return zero updates.
+        - Sums are kept in float32.
+        - The inner transformation's schedules count applied updates.
+
+    An incomplete window at the end is yours to choose about: `update(None, opt_state, params)`
+    flushes it (`jdp.flush`, on a `TrainState`), `drop_window(opt_state)` forgets it.
+
+    Args:
+        inner: A transformation of per-replica gradients, such as
+            `optax.chain(jdp.all_reduce(), optax.adamw(3e-4))`.
+        every: k, the number of calls in a window, at least 1.
+        axis: Data axes of the gradients; `None` finds them, see `jdp.data_axes`.
+
+    Returns:
+        A transformation whose init needs a mesh (see `jdp.init_state`) and whose update takes
+        `PerReplica` gradients, or `None` to flush.
+
+    Raises:
+        ValueError: If `every` is not a positive whole number, or gradients are already reduced.
+
+    Example:
+        >>> tx = jdp.multi_steps(optax.chain(jdp.all_reduce(), optax.sgd(1.0)), every=2)
+        >>> params, mesh = {"w": jnp.zeros(3)}, jdp.make_mesh()
+        >>> state = jdp.init_state(params, tx, mesh)
+        >>> step = jdp.train_step(lambda p, batch: jnp.mean(batch @ p["w"]), tx, mesh)
+        >>> state, _ = step(state, jnp.ones((8, 3)))
+        >>> state, _ = step(state, 3 * jnp.ones((8, 3)))
+        >>> int(state.opt_state.num_updates), state.params["w"]
+        (1, Array([-2., -2., -2.], dtype=float32))
+    """
+    if not is_whole(every) or every < 1:
+        raise ValueError(
+            f"jdp.multi_steps got every={every!r}; it must be a whole number of calls, at least 1."
+        )
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> MultiStepsState:
+        return MultiStepsState(
+            calls=jnp.zeros((), jnp.int32),
+            num_updates=jnp.zeros((), jnp.int32),
+            weight=jnp.zeros((), jnp.float32),
+            accumulated=zeros_per_replica(params, "jdp.multi_steps", axis),
+            inner_state=inner.init(params),
+        )
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, MultiStepsState]:
+        if updates is None and params is None:
+            raise ValueError(
+                "jdp.multi_steps needs the parameters to flush a window: "
+                "update(None, opt_state, params)."
+            )
+        if updates is None:
+            gathered, due = state, state.calls > 0
+        else:
+            gathered = _gather(updates, state)
+            due = gathered.calls >= every
+        like = params if updates is None else updates
+
+        def apply(state: MultiStepsState) -> tuple[Any, MultiStepsState]:
+            mean = _mean(state, like)
+            new, inner_state = inner.update(mean, state.inner_state, params, **extra)
+            return new, drop_window(state)._replace(
+                num_updates=optax.safe_increment(state.num_updates), inner_state=inner_state
+            )
+
+        def hold(state: MultiStepsState) -> tuple[Any, MultiStepsState]:
+            shapes = jax.eval_shape(apply, state)[0]
+            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), state
+
+        return jax.lax.cond(due, apply, hold, gathered)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def drop_window(opt_state: MultiStepsState) -> MultiStepsState:
+    """Forgets the calls of an incomplete window; parameters and inner state stay.
+
+    Args:
+        opt_state: State of `multi_steps`.
+
+    Returns:
+        The state at the beginning of a window.
+
+    Example:
+        >>> tx = jdp.multi_steps(optax.chain(jdp.all_reduce(), optax.sgd(1.0)), every=2)
+        >>> state = jdp.init_state({"w": jnp.zeros(3)}, tx, jdp.make_mesh())
+        >>> int(jdp.drop_window(state.opt_state).calls)
+        0
+    """
+    return opt_state._replace(
+        calls=jnp.zeros_like(opt_state.calls),
+        weight=jnp.zeros_like(opt_state.weight),
+        accumulated=jax.tree.map(jnp.zeros_like, opt_state.accumulated),
+    )
+
+
+def _gather(updates: Any, state: MultiStepsState) -> MultiStepsState:
+    """Adds one call to the window."""
+    values, axes, _ = take_per_replica(updates, "jdp.multi_steps")
+    leaves = map_per_replica(lambda leaf: leaf, updates)
+    weights = jax.tree.leaves(map_per_replica(lambda leaf: leaf.weight, leaves))
+    weight = jnp.asarray(weights[0] if weights else 1.0, jnp.float32)
+
+    def add(total: PerReplica, value: jax.Array) -> PerReplica:
+        if total.axes != axes:
+            raise ValueError(
+                f"jdp.multi_steps keeps sums along the mesh axes {total.axes}, but the gradients "
+                f"differ along {axes}. Make mesh and state for the same axes."
+            )
+        # a call without any weight has gradient 0, and its mean may be NaN
+        new = total.value + value.astype(jnp.float32) * weight
+        return PerReplica(new, axes=total.axes, mesh=total.mesh)
+
+    accumulated = jax.tree.map(
+        add, state.accumulated, values, is_leaf=lambda x: isinstance(x, PerReplica)
+    )
+    return state._replace(
+        calls=state.calls + 1, weight=state.weight + weight, accumulated=accumulated
+    )
+
+
+def _mean(state: MultiStepsState, like: Any) -> Any:
+    """The window's average gradient, in the dtypes of `like`."""
+    scale = jnp.where(state.weight == 0, 0.0, 1.0 / state.weight)
+    is_leaf = lambda x: isinstance(x, PerReplica)  # noqa: E731
+    first = jax.tree.leaves(state.accumulated, is_leaf=is_leaf)[0]
+    likes = jax.tree.leaves(like, is_leaf=is_leaf)
+    sums, treedef = jax.tree.flatten(state.accumulated, is_leaf=is_leaf)
+    mesh = likes[0].mesh if isinstance(likes[0], PerReplica) else first.mesh
+    means = [
+        (total.value * scale).astype(leaf.dtype) for total, leaf in zip(sums, likes, strict=True)
+    ]
+    return give_per_replica(treedef.unflatten(means), state.weight, first.axes, mesh)

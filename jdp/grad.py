@@ -1,0 +1,267 @@
+"""From a loss function to per-replica gradients and the global loss.
+
+In: a user's function of (params, batch), and a mesh. Out: a function of global arrays that runs
+it on every replica over that replica's microbatches, inside one `shard_map`:
+
+    params (same on all) --+
+    batch (split by rows) -+-> loss and its gradient, each microbatch --sum--> g_i  [N, *shape]
+                                                       scalars of loss and aux --psum--> global
+
+Gradients come back as `PerReplica` values, scaled so that their plain mean is the gradient of
+the global loss. They are not sent here, least of all inside the loop over microbatches: what
+ends the replica axis is a transformation such as `jdp.all_reduce`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jdp.dataflow import exchanges_behind
+from jdp.loss import Form, Mean, check_params, count_rows, is_mean, take_apart
+from jdp.mesh import AxisNames, data_axes
+from jdp.microbatch import (
+    Layout,
+    lay_out,
+    on_replicas,
+    over_microbatches,
+    sum_over,
+    vary,
+    varying_axes,
+)
+from jdp.replica import give_per_replica
+
+_PARAMS, _TOTAL, _WEIGHT = "jdp: parameters", "jdp: total of a loss", "jdp: weight of a loss"
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    mesh: Mesh,
+    *,
+    axis: AxisNames | None = None,
+    microbatch: int | None = None,
+    remat: bool | Callable[..., bool] = False,
+) -> Callable[..., Any]:
+    """Takes a loss function to a function of its global value and its per-replica gradients.
+
+    A drop-in for `jax.value_and_grad`. With M microbatches of weight w_j on N replicas,
+
+        loss = sum_j total_j / W,    W = sum_j w_j
+        g_i  = (N / W) * sum over the microbatches j of replica i of grad(total_j)
+
+    so the mean of g_1 ... g_N is the gradient of the loss over the whole batch. A scalar loss
+    counts as the mean over its microbatch: total = m * loss, w = m.
+
+    Guarantees:
+        - Gradients are accumulated in float32 and returned in the dtype of their parameter.
+        - No gradient is sent; the scalars of loss and aux are, once, after the last microbatch.
+        - Microbatch j has the same rows, key and shapes on any number of replicas.
+        - A parameter used several times (a tied embedding) has its gradient summed locally.
+
+    Args:
+        loss_fn: `loss_fn(params, batch[, key][, model_state=...])` returning `loss`,
+            `(loss, aux)` or `(loss, aux, model_state)`; the loss is the mean over the examples
+            it is given, or `jdp.Mean(total, weight)`; leaves of aux are scalars or `Mean`s.
+            Inside, the data axes have their names: `jdp.all_gather` and BatchNorm's `axis_name`
+            work.
+        mesh: The mesh.
+        axis: Data axes; `None` finds them, see `jdp.data_axes`.
+        microbatch: Examples per microbatch; `None` takes a replica's whole share as one.
+        remat: Recompute the forward pass in the backward pass: True, or a policy of
+            `jax.checkpoint_policies`.
+
+    Returns:
+        `f(params, batch, key=None, *, model_state=None, shares=None)`, jitted, which returns
+        what `jax.value_and_grad` would: `(loss, grads)`, or `((loss, aux), grads)`, or
+        `((loss, aux, model_state), grads)`. Loss and aux are the same on all devices; leaves of
+        grads are `PerReplica`, shape [N, *param.shape]. `shares`, int32 of shape [N], gives
+        replica i only its first shares[i] microbatches, for devices of unequal speed; a number it
+        does not have makes the loss and every gradient NaN.
+
+    Raises:
+        ValueError: If the batch does not divide, the loss is not a scalar or is averaged over
+            the data axis, its weight depends on the parameters, or model state differs by replica.
+        TypeError: If a parameter or the loss is not real floating point.
+
+    Example:
+        >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+        >>> params, batch = {"w": jnp.ones(3)}, jnp.ones((16, 3))
+        >>> loss, grads = jdp.value_and_grad(loss_fn, jdp.make_mesh(), microbatch=1)(params, batch)
+        >>> float(loss), grads["w"].shape
+        (9.0, (8, 3))
+
+    References:
+        Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, 2020.
+    """
+    axes = data_axes(mesh, axis)
+    if remat:
+        loss_fn = jax.checkpoint(loss_fn, policy=None if remat is True else remat)
+
+    @jax.jit
+    def call(
+        params: Any, batch: Any, key: Any = None, *, model_state: Any = None, shares: Any = None
+    ) -> Any:
+        check_params(params)
+        layout = lay_out(batch, mesh, axes, microbatch)
+        if shares is not None and model_state is not None:
+            raise ValueError(
+                "shares and model_state exclude each other: model state is synchronised at every "
+                "microbatch, and replicas with fewer of them would leave the others waiting."
+            )
+        seen: list[Form] = []  # what tracing finds out about the loss function
+        local = functools.partial(_local, loss_fn, layout, seen)
+        run = on_replicas(
+            local,
+            layout,
+            (P(axes), P(), P(), P()),
+            check=lambda program: _check_exchanges(program, seen[0], axes),
+        )
+        grads, loss, aux, new_state = run(params, batch, key, model_state, shares)
+        aux = jax.tree.map(lambda mean: mean.value, aux, is_leaf=is_mean)
+        values: list[Any] = [loss.value, aux, new_state][: seen[0].values]
+        # for other calls to be weighed against: a plain mean stands for its examples
+        weight = loss.weight * (1 if seen[0].weighted else count_rows(batch) // layout.microbatches)
+        grads = give_per_replica(grads, weight, axes, mesh)
+        return (tuple(values) if len(values) > 1 else values[0]), grads
+
+    return call
+
+
+def _local(
+    loss_fn: Callable[..., Any],
+    layout: Layout,
+    seen: list[Form],
+    params: Any,
+    batch: Any,
+    key: Any,
+    model_state: Any,
+    shares: Any,
+) -> Any:
+    """What one replica does: its gradient [1, *shape], and the global loss, aux and state."""
+    axes = layout.axes
+    copies = vary(params, axes)
+    objective = functools.partial(_objective, loss_fn, layout, seen)
+    run = jax.value_and_grad(objective, has_aux=True)
+
+    def work(rows: Any, key: Any, state: Any) -> tuple[Any, Any, Any]:
+        (_, (scalars, state)), grads = run(copies, rows, key, state)
+        return grads, scalars, state
+
+    wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)  # noqa: E731
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=wide(p)), params)
+    grads, scalars, state = over_microbatches(work, batch, key, model_state, shares, layout, zeros)
+    loss, aux = sum_over(scalars, axes)
+    if shares is not None:  # more than there are, or fewer than none, must not pass for a mean
+        valid = jax.lax.pmin(jnp.int32((shares[0] >= 0) & (shares[0] <= layout.each)), axes)
+        loss = Mean(loss.total, jnp.where(valid == 1, loss.weight, jnp.nan))
+    if seen[0].weighted or shares is not None:
+        # no weight at all means no data: no gradient. NaN and infinite weights stay visible.
+        scale = jnp.where(loss.weight == 0, 0.0, layout.replicas / loss.weight)
+    else:
+        scale = 1 / layout.each  # known beforehand, so that nothing waits for the sum
+    if not (isinstance(scale, float) and scale == 1):
+        grads = jax.tree.map(lambda g: g.astype(wide(g)) * scale, grads)
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype)[None], grads, params)
+    return grads, loss, aux, state
+
+
+def _objective(
+    loss_fn: Callable[..., Any],
+    layout: Layout,
+    seen: list[Form],
+    params: Any,
+    rows: Any,
+    key: Any,
+    model_state: Any,
+) -> tuple[Any, Any]:
+    """The total to differentiate, beside the scalars to add up and the next model state."""
+    axes = layout.axes
+    params = jax.tree.map(lambda p: checkpoint_name(p, _PARAMS), params)
+    args = (params, rows) if key is None else (params, rows, key)
+    keywords = {} if model_state is None else {"model_state": model_state}
+    output = loss_fn(*args, **keywords)
+    parts = take_apart(output, has_model_state=model_state is not None, batch=rows)
+    seen[:] = [parts.form]
+    if not set(axes) <= varying_axes(parts.loss.total):
+        raise ValueError(
+            "The loss is the same on every replica: the loss function itself averages or sums it "
+            f"over the mesh axis {axes} (psum, pmean), or it does not depend on the parameters. "
+            "jdp.value_and_grad takes the mean over replicas; done twice, every gradient would be "
+            "off by a factor of the number of replicas. Return this replica's own loss."
+        )
+    if model_state is not None:
+        _check_state(model_state, parts.model_state, axes)
+    weight = _constant(jnp.asarray(parts.loss.weight, jnp.float32))
+    loss = Mean(checkpoint_name(parts.loss.total, _TOTAL), checkpoint_name(weight, _WEIGHT))
+    return loss.total, ((loss, parts.aux), parts.model_state)
+
+
+def _check_exchanges(program: Any, form: Form, axes: tuple[str, ...]) -> None:
+    """Refuses divisors that were already summed over the replicas."""
+    if form.weighted:
+        if behind := exchanges_behind(program, _WEIGHT, _PARAMS, axes):
+            raise ValueError(
+                f"The weight of the loss was already combined over the mesh axis {axes} "
+                f"({behind[0].name}). jdp sums totals and weights over the replicas; done twice, "
+                "the gradient would be too small by their number. Return this replica's own weight."
+            )
+        return
+    behind = exchanges_behind(program, _TOTAL, _PARAMS, axes)
+    if any("psum" in e.name and not e.on_params for e in behind):
+        raise ValueError(
+            f"The loss function sums something over the mesh axis {axes} that does not depend "
+            "on the parameters, such as a count, and returns a plain scalar. If the loss is "
+            "divided by that sum, the mean over replicas would make loss and gradient too small "
+            "by their number. Return jdp.Mean(total, weight) with this replica's own total and weight; if "
+            "the loss is this replica's own mean all the same, return jdp.Mean(loss, 1)."
+        )
+
+
+def _check_state(old: Any, new: Any, axes: tuple[str, ...]) -> None:
+    """Model state must come back as it went in, and the same on every replica."""
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise ValueError(
+            f"The loss function was given model_state {jax.tree.structure(old)} and returned "
+            f"{jax.tree.structure(new)}; the next microbatch needs the same structure. Return the "
+            "whole state, updated."
+        )
+    news = jax.tree.leaves(new)
+    for (path, before), after in zip(
+        jax.tree_util.tree_flatten_with_path(old)[0], news, strict=True
+    ):
+        where = f"model_state{jax.tree_util.keystr(path)}"
+        kind = lambda x: (jnp.shape(x), jnp.result_type(x))  # noqa: E731
+        if kind(before) != kind(after):
+            raise ValueError(
+                f"{where} went into the loss function as {kind(before)} and came out as "
+                f"{kind(after)}; shape and dtype must stay, or every step would be compiled anew."
+            )
+        if differs := set(axes) & varying_axes(after):
+            raise ValueError(
+                f"{where} differs by replica: it was computed from one replica's part of the "
+                "batch. Keeping one of the copies would be silently wrong. Synchronise it over the "
+                f"axis, as BatchNorm(axis_name={differs.copy().pop()!r}) or jax.lax.pmean does."
+            )
+
+
+@jax.custom_jvp
+def _constant(weight: jax.Array) -> jax.Array:
+    """The weight as it is; an error if it depends on the parameters."""
+    return weight
+
+
+def _weight_depends(primals: Any, tangents: Any) -> Any:
+    # JAX calls this only with a tangent that is not zero by construction
+    raise ValueError(
+        "The weight of the loss depends on the parameters, so the gradient of total / weight is "
+        "not the gradient of the total divided by the weight. Wrap it in jax.lax.stop_gradient if "
+        "it is meant as a constant; otherwise put the quotient into the total."
+    )
+
+
+_constant.defjvp(_weight_depends, symbolic_zeros=True)

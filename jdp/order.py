@@ -1,0 +1,72 @@
+"""A check of a traced step: does anything touch a gradient before the reduction that takes it?
+
+In: the program of a step (a jaxpr). Out: nothing, or an error that names the operation. Clipping
+or normalising one replica's gradient is not clipping the gradient; optax looks inside
+`PerReplica` nodes like inside any pytree, so this mistake would otherwise stay silent.
+
+`jdp.value_and_grad` marks the gradients it gives, each jdp transformation marks those it takes;
+between the two marks there may be calls and branches but no arithmetic. This module reads
+programs and changes none.
+"""
+
+from typing import Any
+
+from jdp.dataflow import bodies, is_literal, named
+from jdp.replica import TAKEN, UNREDUCED
+
+
+def check_order(jaxpr: Any) -> None:
+    """Refuses a program in which a per-replica gradient is computed with before it is reduced.
+
+    Args:
+        jaxpr: The program, as of `jax.jit(step).trace(...).jaxpr.jaxpr`.
+
+    Raises:
+        ValueError: If there is such a computation, naming it.
+    """
+    _walk(jaxpr, {})
+
+
+def _walk(jaxpr: Any, seen: dict[Any, str]) -> dict[Any, str]:
+    """Follows unreduced values; maps a variable to "" (as given) or to what touched it."""
+    for eqn in jaxpr.eqns:
+        inputs = [None if is_literal(v) else seen.get(v) for v in eqn.invars]
+        if named(eqn, UNREDUCED):
+            seen[eqn.outvars[0]] = ""
+        elif named(eqn, TAKEN):
+            if inputs[0]:
+                raise ValueError(_message(inputs[0]))
+        elif inner := _calls(eqn):
+            outs: list[str | None] = [None] * len(eqn.outvars)
+            skip = len(eqn.invars) - len(inner[0].invars)  # a branch's index comes first
+            for body in inner:
+                known = {
+                    v: s for v, s in zip(body.invars, inputs[skip:], strict=True) if s is not None
+                }
+                known = _walk(body, known)
+                found = [None if is_literal(v) else known.get(v) for v in body.outvars]
+                outs = [
+                    b if b is not None and not a else a for a, b in zip(outs, found, strict=True)
+                ]
+            seen.update({v: s for v, s in zip(eqn.outvars, outs, strict=True) if s is not None})
+        elif any(s is not None for s in inputs):
+            touched = next((s for s in inputs if s), None) or eqn.primitive.name
+            for out in eqn.outvars:
+                if "float" in str(getattr(out.aval, "dtype", "")):  # a flag is not a gradient
+                    seen[out] = touched
+    return seen
+
+
+def _calls(eqn: Any) -> list[Any]:
+    """The programs inside a call or a branch, whose inputs are the equation's own."""
+    passes_on = ("cond", "jit", "pjit", "closed_call", "custom_jvp_call", "checkpoint")
+    return bodies(eqn) if eqn.primitive.name in passes_on else []
+
+
+def _message(primitive: str) -> str:
+    return (
+        f"A transformation computes with per-replica gradients ({primitive!r}) before they are "
+        "reduced: it would act on each replica's own gradient, or on all of them at once, instead "
+        "of on their mean. A clip would bound the wrong norm, silently. Put the reduction first: "
+        "optax.chain(jdp.all_reduce(), optax.clip_by_global_norm(1.0), ...)."
+    )

@@ -1,0 +1,202 @@
+"""Values that differ by replica: `PerReplica`, one pytree node around each such array.
+
+With N replicas and a parameter of shape S, the value is one global array of shape [N, *S],
+split over the data axes so that device i holds row i:
+
+    device 0: value[0]    device 1: value[1]    ...    device N-1: value[N-1]
+
+It costs each device what its own part would cost. Gradients that have not been reduced yet are
+of this type, and so is anything a transformation keeps for each replica. Because the type is
+not an array, forgetting to reduce is an error and never a broadcast.
+
+This module only represents such values; `jdp.all_reduce` and its kin end the replica axis.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdp.mesh import AnyMesh, AxisNames, ambient_mesh, axis_size, data_axes
+
+UNREDUCED = "jdp: gradient that differs by replica"
+TAKEN = "jdp: gradient taken by a reduction"
+
+_REMEDY = (
+    "one value for each replica, not reduced yet. Put jdp.all_reduce() before what uses it: "
+    "optax.chain(jdp.all_reduce(), ...)"
+)
+
+
+class _Described(type):
+    """Makes JAX's own message about mismatched trees, which prints the type, say what to do."""
+
+    def __repr__(cls) -> str:
+        return f"jdp.{cls.__name__} ({_REMEDY})"
+
+
+def _refuse(self: "PerReplica", *_: Any, **__: Any) -> Any:
+    raise TypeError(
+        f"This value of shape {self.shape} is a jdp.PerReplica: {_REMEDY}. Computing with it as "
+        "if it were the average would train every replica on its own data. The plain array, with "
+        "its leading replica axis, is `.value`."
+    )
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PerReplica(metaclass=_Described):
+    """One value for each replica, as a global array with a leading replica axis.
+
+    The plain mean over the leading dim is the value that is meant: weights, unequal shares and
+    microbatches are settled when the value is made.
+
+    Args:
+        value: Array of shape [N, *shape], split over `axes` in its leading dim.
+        weight: What this mean weighs against those of other steps, a scalar: the sum of the
+            weights of its microbatches. `None` where that has no meaning.
+        axes: The data axes that the N replicas lie along.
+        mesh: The mesh of these axes.
+
+    Example:
+        >>> mesh = jdp.make_mesh()
+        >>> per_replica = jdp.PerReplica(jnp.ones((8, 3)), axes=("data",), mesh=mesh)
+        >>> per_replica.shape, per_replica.num_replicas
+        ((8, 3), 8)
+    """
+
+    __slots__ = ("axes", "mesh", "value", "weight")
+
+    def __init__(self, value: Any, weight: Any = None, *, axes: tuple[str, ...], mesh: AnyMesh):
+        self.value = value
+        self.weight = weight
+        self.axes = axes
+        self.mesh = mesh
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Children under the names value and weight; the placement is static."""
+        key = jax.tree_util.GetAttrKey
+        return ((key("value"), self.value), (key("weight"), self.weight)), (self.axes, self.mesh)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "PerReplica":
+        """The inverse of flattening."""
+        return cls(*children, axes=aux[0], mesh=aux[1])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value, [N, *shape]."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the value."""
+        return self.value.dtype
+
+    @property
+    def num_replicas(self) -> int:
+        """N, the number of replicas."""
+        return axis_size(self.mesh, self.axes)
+
+    def __repr__(self) -> str:
+        return f"PerReplica({self.value!r}, axes={self.axes})"
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = __neg__ = _refuse
+    __array__ = __jax_array__ = __float__ = __getitem__ = __iter__ = _refuse
+
+
+def is_per_replica(leaf: Any) -> bool:
+    """Whether a node of a pytree is a `PerReplica`; for `is_leaf`."""
+    return isinstance(leaf, PerReplica)
+
+
+def map_per_replica(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` that hands over whole `PerReplica` nodes."""
+    return jax.tree.map(fn, tree, *rest, is_leaf=is_per_replica)
+
+
+def take_per_replica(updates: Any, caller: str) -> tuple[Any, tuple[str, ...], AnyMesh]:
+    """What a reduction needs of its input: plain values, their axes and mesh.
+
+    Args:
+        updates: A pytree whose every leaf must be a `PerReplica`.
+        caller: The public name of the transformation, for the message.
+
+    Returns:
+        The tree of plain [N, *shape] arrays, the axes, and the mesh.
+
+    Raises:
+        ValueError: If a leaf has no replica axis, or leaves lie along different axes.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_per_replica)
+    for path, leaf in leaves:
+        where = f"gradient {jax.tree_util.keystr(path)}" if path else "a gradient"
+        if not is_per_replica(leaf):
+            raise ValueError(
+                f"{caller} received {where} of shape {jnp.shape(leaf)}, which has no replica axis: "
+                "it is already reduced, and reducing it again would change nothing but cost "
+                "communication. Remove this transform, or take the gradient with "
+                "jdp.value_and_grad. (If something stands around it that rebuilds the gradients, "
+                "as optax.flatten and optax.MultiSteps do, take that away: jdp.multi_steps "
+                "accumulates.)"
+            )
+        if leaf.axes != leaves[0][1].axes:
+            raise ValueError(
+                f"{caller} received {where}, which differs along {leaf.axes}, beside "
+                f"others that differ along {leaves[0][1].axes}: one reduction serves one set of "
+                "axes. Take all gradients with one jdp.value_and_grad."
+            )
+    if not leaves:
+        return updates, (), None  # type: ignore[return-value]
+    first = leaves[0][1]
+    # the name lets the step builder see that nothing touched the value on its way here
+    values = map_per_replica(lambda leaf: checkpoint_name(leaf.value, TAKEN), updates)
+    return values, first.axes, first.mesh
+
+
+def give_per_replica(values: Any, weight: Any, axes: tuple[str, ...], mesh: AnyMesh) -> Any:
+    """Wraps a tree of [N, *shape] arrays, marked as not reduced yet."""
+    return jax.tree.map(
+        lambda value: PerReplica(checkpoint_name(value, UNREDUCED), weight, axes=axes, mesh=mesh),
+        values,
+    )
+
+
+def zeros_per_replica(params: Any, caller: str, axis: AxisNames | None = None) -> Any:
+    """Float32 zeros of shape [N, *shape] for each parameter, each replica holding its own row.
+
+    The mesh is that of the parameters, or the one set by `jax.set_mesh`.
+
+    Raises:
+        ValueError: If there is no mesh to be found.
+    """
+    mesh = ambient_mesh(params)
+    if mesh is None:
+        raise ValueError(
+            f"{caller} keeps a value for each replica, so its init must know the mesh, but the "
+            "parameters lie on none. Use jdp.init_state, place the parameters with "
+            "jdp.replicate(params, mesh) first, or call init within `with jax.set_mesh(mesh):`."
+        )
+    axes = data_axes(mesh, axis)
+    count = axis_size(mesh, axes)
+    explicit = any(
+        mesh.axis_types[mesh.axis_names.index(name)] == AxisType.Explicit for name in axes
+    )
+
+    def zeros(param: Any) -> PerReplica:
+        shape = (count, *param.shape)
+        if explicit:
+            spec = getattr(getattr(param, "sharding", None), "spec", None) or ()
+            value = jnp.zeros(shape, jnp.float32, device=NamedSharding(mesh, P(axes, *spec)))
+        else:
+            spec = P(axes, *[P.UNCONSTRAINED] * len(param.shape))
+            value = jax.lax.with_sharding_constraint(
+                jnp.zeros(shape, jnp.float32), NamedSharding(mesh, spec)
+            )
+        return PerReplica(value, axes=axes, mesh=mesh)
+
+    return jax.tree.map(zeros, params)

@@ -1,0 +1,179 @@
+"""The state of a run: everything it consists of, born where the step will keep it.
+
+    params, tx, mesh  --init_state-->  TrainState(step, params, opt_state, key, model_state)
+
+A state is a plain pytree; saving, sharding and printing it is what one does with any pytree.
+Nothing here takes a gradient or sends one.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdp.accumulate import MultiStepsState
+from jdp.loss import check_params
+from jdp.mesh import replicate
+from jdp.processes import broadcast as broadcast_values
+from jdp.processes import same_everywhere
+
+
+class TrainState(NamedTuple):
+    """Everything a run consists of, as a plain pytree.
+
+    Attributes:
+        step: Calls of the training step so far, int32. It numbers the batches, and with them the
+            random keys. (`jdp.multi_steps` counts applied updates in `opt_state.num_updates`.)
+        params: The parameters.
+        opt_state: State of the optax transformation.
+        key: Random key of the run, or `None`. Step s uses fold_in(key, s).
+        model_state: What the model keeps besides parameters (BatchNorm), or `None`.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    key: Any = None
+    model_state: Any = None
+
+
+def init_state(
+    params: Any,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    key: Any = None,
+    model_state: Any = None,
+    broadcast: bool = False,
+) -> TrainState:
+    """Makes the state of a run, every leaf where the step will keep it.
+
+    Guarantees:
+        - The arrays are the state's own: the step may overwrite them, yours stay valid.
+        - Leaves that already lie on `mesh` keep their placement, and optimizer state that mirrors
+          them shares it.
+        - Several processes start from the same values, or not at all.
+
+    Args:
+        params: Pytree of floating-point arrays; or a function without arguments that makes it,
+            which is then run on the mesh; or of `jax.ShapeDtypeStruct`s, for a state of those,
+            with which to lower a step or restore a checkpoint.
+        tx: The transformation that the step will use.
+        mesh: The mesh.
+        key: A random key (`jax.random.key`), for losses that take one.
+        model_state: What the model keeps besides parameters, for losses that take it.
+        broadcast: Take process 0's values everywhere instead of comparing them.
+
+    Returns:
+        A `TrainState`.
+
+    Raises:
+        TypeError: If a parameter is not real floating point, naming it.
+        ValueError: If processes hold different values, naming the leaf, or accumulation is not
+            the outermost transformation.
+
+    Example:
+        >>> tx = optax.chain(jdp.all_reduce(), optax.adamw(3e-4))
+        >>> state = jdp.init_state({"w": jnp.ones(3)}, tx, jdp.make_mesh())
+        >>> int(state.step), state.params["w"].sharding.is_fully_replicated
+        (0, True)
+    """
+    if callable(params) and jax.tree.leaves(params) == [params]:  # not a model, a function
+        params = jax.jit(lambda: params(), out_shardings=NamedSharding(mesh, P()))()
+    check_params(params)
+    given = {"params": params, "key": key, "model_state": model_state}
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)):
+        return _shapes(tx, mesh, given)
+    if jax.process_count() > 1:
+        given = broadcast_values(given) if broadcast else given
+        same_everywhere(given, "initial state")
+    with jax.set_mesh(mesh):
+        return jax.jit(functools.partial(_init, tx))(**replicate(given, mesh))
+
+
+def _shapes(tx: optax.GradientTransformation, mesh: Mesh, given: Any) -> TrainState:
+    """The state as shapes with shardings, found out by compiling its making."""
+    everywhere = NamedSharding(mesh, P())
+
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None) or everywhere
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=sharding)
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(functools.partial(_init, tx)).lower(**jax.tree.map(place, given))
+        shardings = lowered.compile().output_shardings
+    return jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+        lowered.out_info,
+        shardings,
+    )
+
+
+def _init(tx: optax.GradientTransformation, params: Any, key: Any, model_state: Any) -> TrainState:
+    opt_state = tx.init(params)
+    check_outermost(opt_state)
+    state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, key, model_state)
+    return jax.tree.map(_own, state)
+
+
+def _own(x: jax.Array) -> jax.Array:
+    """A copy, so that the step may overwrite it, of a dtype that no later step promotes."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return jnp.copy(x)
+    return jnp.array(x, dtype=x.dtype, copy=True)
+
+
+def flush(state: TrainState, tx: optax.GradientTransformation) -> TrainState:
+    """Applies what an incomplete window of `jdp.multi_steps` has gathered, at the end of a run.
+
+    Args:
+        state: The state; it stays valid.
+        tx: The `multi_steps` transformation.
+
+    Returns:
+        The state after the update; the same values if the window was empty.
+
+    Raises:
+        ValueError: If the state was not made for `multi_steps`.
+
+    Example:
+        >>> tx = jdp.multi_steps(optax.chain(jdp.all_reduce(), optax.sgd(1.0)), every=3)
+        >>> mesh = jdp.make_mesh()
+        >>> step = jdp.train_step(lambda p, batch: jnp.mean(batch * p["w"]), tx, mesh)
+        >>> state, _ = step(jdp.init_state({"w": jnp.zeros(())}, tx, mesh), jnp.arange(8.0))
+        >>> float(state.params["w"]), float(jdp.flush(state, tx).params["w"])
+        (0.0, -3.5)
+    """
+    if not isinstance(state.opt_state, MultiStepsState):
+        raise ValueError(
+            "jdp.flush was given a state without an accumulation window: its transformation is not "
+            "jdp.multi_steps, so nothing is waiting. Leave the call out."
+        )
+
+    @jax.jit
+    def run(state: TrainState) -> TrainState:
+        nothing: Any = None  # by contract: no new gradients, the window ends here
+        updates, opt_state = tx.update(nothing, state.opt_state, state.params)
+        return state._replace(
+            params=optax.apply_updates(state.params, updates), opt_state=opt_state
+        )
+
+    return run(state)
+
+
+def check_outermost(opt_state: Any) -> None:
+    """Refuses transformations around `multi_steps`: they would run on every call, on zeros."""
+    is_leaf = lambda x: isinstance(x, MultiStepsState)  # noqa: E731
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_leaf)
+    inside = opt_state.inner_state if isinstance(opt_state, MultiStepsState) else None
+    nested = jax.tree.leaves(inside, is_leaf=is_leaf)
+    if any(map(is_leaf, nested)) or (any(map(is_leaf, nodes)) and inside is None):
+        raise ValueError(
+            "jdp.multi_steps stands inside another transformation, which would run on every call, "
+            "also on those that only accumulate: weight decay would act k times, schedules run k "
+            "times too fast. Make it the outermost: jdp.multi_steps(optax.chain(...), every=k)."
+        )

@@ -1,0 +1,204 @@
+"""The training step: one compiled program from a state and a batch to the next state.
+
+    state, batch  --value_and_grad-->  per-replica gradients  --tx.update-->  state, metrics
+
+It holds no loop, no optimizer and no strategy of its own; each of those is a value that is passed
+in. What is wrong with a chain, a state or a batch is said before anything runs. Metrics stay on
+the devices until they are read.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jdp.grad import value_and_grad
+from jdp.mesh import AxisNames
+from jdp.options import known_options, xla_options
+from jdp.order import check_order
+from jdp.replica import PerReplica, is_per_replica
+from jdp.state import TrainState, check_outermost
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    axis: AxisNames | None = None,
+    microbatch: int | None = None,
+    remat: bool | Callable[..., bool] = False,
+    donate: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> "TrainStep":
+    """Builds the training step: one compiled program from a state and a batch to the next state.
+
+    What it does is `value_and_grad`, then `tx.update`, then `optax.apply_updates`. How gradients
+    are reduced, accumulated or clipped is said by `tx`.
+
+    Guarantees:
+        - Compiled once for each shape of batch; the state keeps its shapes, dtypes and places.
+        - The old state's memory is reused for the new one (unless `donate=False`).
+        - Nothing waits for the devices; metrics are arrays, the same on every device.
+
+    Args:
+        loss_fn: See `jdp.value_and_grad`. It is given the key fold_in(state.key, state.step) if
+            the state has a key, and `model_state=` if it has one.
+        tx: An optax transformation of per-replica gradients.
+        mesh: The mesh.
+        axis: Data axes; `None` finds them, see `jdp.data_axes`.
+        microbatch: Examples per microbatch; `None` takes a replica's whole share as one.
+        remat: Recompute the forward pass in the backward pass: True, or a policy.
+        donate: Reuse the state's memory. False keeps the old state valid, as one may want in a
+            notebook.
+        compiler_options: XLA options; `None` takes `jdp.xla_options(mesh)`. One that this jaxlib
+            does not know is left out with a warning.
+
+    Returns:
+        `step(state, batch, *, shares=None) -> (state, metrics)`; metrics holds "loss" and the
+        leaves of aux (under their own names if aux is a dict, else under "aux").
+        `step.lower(state, batch)` gives the program without running it, from shapes alone too.
+
+    Raises:
+        ValueError: At the first call, if gradients are not reduced, or are computed with before
+            they are, or the state lies on another mesh or was already consumed.
+
+    Example:
+        >>> mesh, tx = jdp.make_mesh(), optax.chain(jdp.all_reduce(), optax.sgd(0.5))
+        >>> step = jdp.train_step(lambda p, batch: jnp.mean((p["w"] - batch) ** 2), tx, mesh)
+        >>> state = jdp.init_state({"w": jnp.zeros(())}, tx, mesh)
+        >>> state, metrics = step(state, jnp.arange(16.0))
+        >>> float(metrics["loss"]), float(state.params["w"])
+        (77.5, 7.5)
+    """
+    grad_fn = value_and_grad(loss_fn, mesh, axis=axis, microbatch=microbatch, remat=remat)
+    options = xla_options(mesh, axis=axis) if compiler_options is None else compiler_options
+
+    def step(state: TrainState, batch: Any, shares: Any) -> tuple[TrainState, dict[str, Any]]:
+        key = None if state.key is None else jax.random.fold_in(state.key, state.step)
+        values, grads = grad_fn(
+            state.params, batch, key, model_state=state.model_state, shares=shares
+        )
+        loss, aux, model_state = (
+            *(values if isinstance(values, tuple) else (values,)),
+            None,
+            None,
+        )[:3]
+        updates, opt_state = _update(tx, grads, state)
+        params = optax.apply_updates(state.params, updates)
+        new = TrainState(state.step + 1, params, opt_state, state.key, model_state)
+        return jax.tree.map(_strong, new), {"loss": loss, **_by_name(aux)}
+
+    return TrainStep(step, mesh, donate=donate, options=known_options(options, mesh))
+
+
+def _strong(x: jax.Array) -> jax.Array:
+    """The same without a weak type, which would make the next call compile anew."""
+    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def _by_name(aux: Any) -> dict[str, Any]:
+    """The metrics of aux under their names."""
+    if not isinstance(aux, dict):
+        return {} if aux is None else {"aux": aux}
+    if "loss" in aux:
+        raise ValueError(
+            'The loss function\'s aux has a metric called "loss", which is the name of the loss '
+            "itself among the step's metrics. Give it another name."
+        )
+    return aux
+
+
+def _update(tx: optax.GradientTransformation, grads: Any, state: TrainState) -> tuple[Any, Any]:
+    """tx.update, with a sentence for the commonest mistake."""
+    check_outermost(state.opt_state)
+    forgotten = (
+        "The optimizer received one gradient for each replica: nothing in the chain reduces them, "
+        "or something that needs the mean stands before the reduction. Put jdp.all_reduce() "
+        "first: optax.chain(jdp.all_reduce(), ...)."
+    )
+    try:
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    except (TypeError, ValueError) as error:
+        if PerReplica.__name__ in str(error) and "received gradient" not in str(error):
+            raise ValueError(forgotten) from error
+        raise
+    if any(map(is_per_replica, jax.tree.leaves(updates, is_leaf=is_per_replica))):
+        raise ValueError(forgotten)
+    return updates, opt_state
+
+
+class TrainStep:
+    """A compiled training step, see `jdp.train_step`."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        mesh: Mesh,
+        *,
+        donate: bool,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.mesh = mesh
+        self._donate = (0,) if donate else ()
+        self._options = dict(options) or None
+        self._step = step
+        self._compiled: Any = None
+
+    def __call__(
+        self, state: TrainState, batch: Any, *, shares: Any = None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Runs one step; see `jdp.train_step`."""
+        if self._compiled is None:
+            self._compiled = self._prepare(state, batch, shares)
+        try:
+            return self._compiled(state, batch, shares)
+        except (ValueError, RuntimeError):
+            self._explain(state, batch)
+            raise
+
+    def lower(self, state: TrainState, batch: Any, *, shares: Any = None) -> Any:
+        """The program, not yet compiled, for arrays or for shapes with shardings."""
+        return self._prepare(state, batch, shares).lower(state, batch, shares)
+
+    def _prepare(self, state: TrainState, batch: Any, shares: Any) -> Any:
+        """The jitted step, checked; its output state lies where its input state does."""
+        self._explain(state, batch)
+        places = jax.tree.map(lambda x: getattr(x, "sharding", None), state)
+        jitted = jax.jit(
+            self._step,
+            donate_argnums=self._donate,
+            out_shardings=(places, None),
+            compiler_options=self._options,
+        )
+        check_order(jitted.trace(state, batch, shares).jaxpr.jaxpr)
+        return jitted
+
+    def _explain(self, state: TrainState, batch: Any) -> None:
+        """A sentence for a state or batch that was consumed already or lies on other devices."""
+        devices = set(self.mesh.devices.flat)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+            placed = leaf.sharding.device_set if getattr(leaf, "committed", False) else devices
+            if placed != devices:
+                raise ValueError(
+                    f"The batch leaf {jax.tree_util.keystr(path)} lies on {len(placed)} device(s) "
+                    f"of its own, not on the {len(devices)} of the step's mesh. Give host arrays "
+                    "(NumPy), or place batches with jdp.feed."
+                )
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+            where = f"state{jax.tree_util.keystr(path)}"
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ValueError(
+                    f"{where} was consumed by an earlier call of this step, which reused its "
+                    "memory. Use the state that the call returned: state, metrics = step(state, "
+                    "batch); or build the step with donate=False to keep old states."
+                )
+            sharding = getattr(leaf, "sharding", None)
+            if sharding is not None and sharding.device_set != devices:
+                raise ValueError(
+                    f"{where} lies on {len(sharding.device_set)} device(s), but the step was built "
+                    f"for a mesh of {self.mesh.size}: {dict(self.mesh.shape)}. Make the state with "
+                    "jdp.init_state(params, tx, mesh) for the same mesh."
+                )
