@@ -12,10 +12,11 @@ PASSIVE = ("axis_index", "pvary", "pcast")  # they name an axis and send nothing
 
 
 class Exchange(NamedTuple):
-    """A collective: its primitive's name, and whether its operand depends on the parameters."""
+    """A collective: its primitive's name, and what it is given."""
 
     name: str
-    on_params: bool
+    on_params: bool  # something that depends on the parameters
+    of_scalar: bool  # a single number, as a count is
 
 
 def exchanges_behind(jaxpr: Any, value: str, params: str, axes: tuple[str, ...]) -> list[Exchange]:
@@ -101,7 +102,8 @@ def _trace(
     for eqn in reversed(used):
         inputs = [not is_literal(v) and v in on_params for v in eqn.invars]
         if _sends(eqn, axes):
-            found.append(Exchange(eqn.primitive.name, any(inputs)))
+            of_scalar = any(v.aval.ndim == 0 for v in eqn.invars)
+            found.append(Exchange(eqn.primitive.name, any(inputs), of_scalar))
         outputs = [any(inputs) or named(eqn, params)] * len(eqn.outvars)
         for body in bodies(eqn):
             # a call hands its inputs and outputs through one by one; a loop or branch may not

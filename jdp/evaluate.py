@@ -82,7 +82,9 @@ def _local(
     keywords = {} if model_state is None else {"model_state": vary(model_state, layout.axes)}
 
     def work(rows: Any, key: Any, state: Any) -> tuple[Any, Any, Any]:
-        metrics = metric_fn(vary(params, layout.axes), rows, **keywords)
+        # new nodes: flax.nnx lets only those Variables be updated that were made in this trace
+        new = jax.tree.map(lambda x: x, keywords)
+        metrics = metric_fn(vary(params, layout.axes), rows, **new)
         require_weights(metrics, rows)
         return (), weigh(metrics, float(count_rows(rows))), None
 

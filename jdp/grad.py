@@ -182,6 +182,8 @@ def _objective(
     """The total to differentiate, beside the scalars to add up and the next model state."""
     axes = layout.axes
     params = jax.tree.map(lambda p: checkpoint_name(p, _PARAMS), params)
+    # new nodes: flax.nnx lets only those Variables be updated that were made in this trace
+    rows, model_state = jax.tree.map(lambda x: x, (rows, model_state))
     args = (params, rows) if key is None else (params, rows, key)
     keywords = {} if model_state is None else {"model_state": model_state}
     output = loss_fn(*args, **keywords)
@@ -212,13 +214,15 @@ def _check_exchanges(program: Any, form: Form, axes: tuple[str, ...]) -> None:
             )
         return
     behind = exchanges_behind(program, _TOTAL, _PARAMS, axes)
-    if any("psum" in e.name and not e.on_params for e in behind):
+    # a count is a single number; statistics that BatchNorm synchronises have a dim of features
+    if any(e.of_scalar and not e.on_params for e in behind):
         raise ValueError(
-            f"The loss function sums something over the mesh axis {axes} that does not depend "
+            f"The loss function exchanges a number over the mesh axis {axes} that does not depend "
             "on the parameters, such as a count, and returns a plain scalar. If the loss is "
             "divided by that sum, the mean over replicas would make loss and gradient too small "
-            "by their number. Return jdp.Mean(total, weight) with this replica's own total and weight; if "
-            "the loss is this replica's own mean all the same, return jdp.Mean(loss, 1)."
+            "by their number. Return jdp.Mean(total, weight) with this replica's own total and "
+            "weight; if the loss is this replica's own mean all the same, return "
+            "jdp.Mean(loss, 1)."
         )
 
 

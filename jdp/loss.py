@@ -182,8 +182,8 @@ def weigh(metrics: Any, weight: Any) -> Any:
         for part in (leaf.total, leaf.weight) if isinstance(leaf, Mean) else (leaf,):
             if not _is_array(part) or jnp.issubdtype(jnp.result_type(part), jax.dtypes.extended):
                 raise ValueError(
-                    f"The metric {where} is {part!r}, which cannot be averaged. Return numbers, or "
-                    "jdp.Mean(total, weight); leave out what is not a metric."
+                    f"The metric {where} is {_kind(part)}, which cannot be averaged. Return "
+                    "numbers, or jdp.Mean(total, weight); leave out what is not a metric."
                 )
         if isinstance(leaf, Mean):
             return Mean(_widen(leaf.total), _valid(_widen(leaf.weight)))
@@ -204,12 +204,17 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, (int, float, complex, np.generic, np.ndarray, jax.Array))
 
 
+def _kind(x: Any) -> str:
+    """What a value is, in words that fit a traced one as well."""
+    return f"of dtype {jnp.result_type(x)}" if _is_array(x) else f"a {type(x).__name__}"
+
+
 def _check_loss(loss: Mean) -> None:
     for name, part in (("loss", loss.total), ("weight of the loss", loss.weight)):
         if not _is_array(part) or jnp.iscomplexobj(part):
             raise ValueError(
-                f"The {name} is {part!r}; it must be a real number. Return jdp.Mean(total, weight) "
-                "with the sum over the examples and their number."
+                f"The {name} is {_kind(part)}; it must be a real number. Return "
+                "jdp.Mean(total, weight) with the sum over the examples and their number."
             )
         if jnp.shape(part) != ():
             raise ValueError(

@@ -112,9 +112,9 @@ def _check_lockstep(program: Any, axes: tuple[str, ...]) -> None:
         raise ValueError(
             f"The function uses {name} over the mesh axis {axes} inside a {construct} that "
             "replicas leave at different times, because its condition differs between them (or "
-            "because their shares of microbatches are unequal). Those that get there would wait for ever "
-            "for those that do not. Move the collective out, or make the condition the same on all "
-            "replicas, with jax.lax.pmax for example."
+            "because their shares of microbatches are unequal). Those that get there would wait "
+            "for ever for those that do not. Move the collective out, or make the condition the "
+            "same on all replicas, with jax.lax.pmax for example."
         )
 
 

@@ -59,7 +59,7 @@ def _walk(jaxpr: Any, seen: dict[Any, str]) -> dict[Any, str]:
 
 def _calls(eqn: Any) -> list[Any]:
     """The programs inside a call or a branch, whose inputs are the equation's own."""
-    passes_on = ("cond", "jit", "pjit", "closed_call", "custom_jvp_call", "checkpoint")
+    passes_on = ("cond", "jit", "pjit", "closed_call", "custom_jvp_call", "checkpoint", "remat2")
     return bodies(eqn) if eqn.primitive.name in passes_on else []
 
 

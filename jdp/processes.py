@@ -1,16 +1,15 @@
 """Many processes of one training run: starting them, comparing them, talking between them.
 
-In: an address, or a cluster JAX detects by itself. Out: a running `jax.distributed`, and values
-that are known to be the same on every process.
+In: an address, or a cluster JAX detects. Out: a running `jax.distributed`, and values known to be
+the same on every process.
 
     initialize -> every process sees every device
     Channel    -> short texts, all to all, through the coordination service of jax.distributed
     same_everywhere, broadcast -> host values checked, or made equal, over processes
 
 A `Channel` never touches a device, so a background thread may use it while a step runs; a device
-collective there would meet the step's own collectives in another order on another process.
-Nothing here launches or restarts a process, and importing this file starts no JAX backend.
-This is the one module that reads JAX's private distributed state, which has no public view.
+collective there would meet the step's own in another order on another process. Nothing here
+launches a process. Only this file reads JAX's private distributed state, having no public view.
 """
 
 from __future__ import annotations
@@ -241,8 +240,7 @@ class Channel:
 def same_everywhere(tree: Any, what: str) -> None:
     """Raises unless every process holds the same values, bit for bit.
 
-    Hashes of the leaves' dtypes, shapes and bytes are compared, not the leaves themselves. Every
-    process must call it. With one process there is nothing to compare.
+    Hashes of each leaf's dtype, shape and bytes are compared. Every process must call it.
 
     Args:
         tree: Host arrays, or JAX arrays whole on this process.
@@ -268,8 +266,8 @@ def same_everywhere(tree: Any, what: str) -> None:
 def broadcast(tree: Any) -> Any:
     """Returns process 0's values on every process, as host arrays, bit for bit.
 
-    Every process must call it, from its main thread, with a tree of the same structure, shapes and
-    dtypes; it runs one device collective. Typed PRNG keys stay typed.
+    Every process must call it, from its main thread; it runs a device collective. Typed PRNG keys
+    stay typed.
 
     Raises:
         ValueError: If structure, shapes or dtypes differ, naming the first such leaf.
@@ -290,8 +288,7 @@ def broadcast(tree: Any) -> Any:
         flat = {path: np.frombuffer(value.tobytes(), np.uint8) for path, value in host.items()}
         sent = multihost_utils.broadcast_one_to_all(flat)
         host = {p: np.asarray(sent[p]).view(v.dtype).reshape(v.shape) for p, v in host.items()}
-    values = map(_as_key_like, leaves, host.values())
-    return jax.tree.unflatten(treedef, values)
+    return jax.tree.unflatten(treedef, map(_as_key_like, leaves, host.values()))
 
 
 def _is_key(leaf: Any) -> bool:
@@ -318,9 +315,8 @@ def _compare(ours: dict[str, str], what: str, advice: str) -> None:
             f"would hang in the next collective. Call jdp in the same order on every process."
         )
     path, differ = _first_difference({p: dict(entries) for p, (_, entries) in answers.items()})
-    raise ValueError(
-        f"{what}: leaf {path} on process {_listed(differ)} differs from process 0. {advice}"
-    )
+    where = f"leaf {path} on process {_listed(differ)}"
+    raise ValueError(f"{what}: {where} differs from process 0. {advice}")
 
 
 def _host_leaves(tree: Any, what: str) -> dict[str, np.ndarray]:
@@ -343,8 +339,7 @@ def _digest(value: np.ndarray) -> str:
 
 
 def _first_difference(leaves: dict[int, dict[str, str]]) -> tuple[str, list[int]]:
-    paths = list(dict.fromkeys(path for digests in leaves.values() for path in digests))
-    for path in paths:
+    for path in dict.fromkeys(path for digests in leaves.values() for path in digests):
         differ = [p for p, digests in leaves.items() if digests.get(path) != leaves[0].get(path)]
         if differ:
             return path, differ

@@ -20,6 +20,7 @@ from jdp.loss import check_params
 from jdp.mesh import replicate
 from jdp.processes import broadcast as broadcast_values
 from jdp.processes import same_everywhere
+from jdp.replica import PerReplica, is_per_replica
 
 
 class TrainState(NamedTuple):
@@ -91,8 +92,9 @@ def init_state(
     if jax.process_count() > 1:
         given = broadcast_values(given) if broadcast else given
         same_everywhere(given, "initial state")
+    placed = replicate(given, mesh)
     with jax.set_mesh(mesh):
-        return jax.jit(functools.partial(_init, tx))(**replicate(given, mesh))
+        return jax.jit(functools.partial(_init, tx, _split(placed["params"])))(**placed)
 
 
 def _shapes(tx: optax.GradientTransformation, mesh: Mesh, given: Any) -> TrainState:
@@ -103,8 +105,10 @@ def _shapes(tx: optax.GradientTransformation, mesh: Mesh, given: Any) -> TrainSt
         sharding = getattr(leaf, "sharding", None) or everywhere
         return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=sharding)
 
+    given = jax.tree.map(place, given)
     with jax.set_mesh(mesh):
-        lowered = jax.jit(functools.partial(_init, tx)).lower(**jax.tree.map(place, given))
+        making = jax.jit(functools.partial(_init, tx, _split(given["params"])))
+        lowered = making.lower(**given)
         shardings = lowered.compile().output_shardings
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
@@ -113,9 +117,44 @@ def _shapes(tx: optax.GradientTransformation, mesh: Mesh, given: Any) -> TrainSt
     )
 
 
-def _init(tx: optax.GradientTransformation, params: Any, key: Any, model_state: Any) -> TrainState:
+Split = dict[str, tuple[tuple[int, ...], NamedSharding]]
+"""Shape and placement of the parameters that are split over an axis of the user's, by path."""
+
+
+def _split(params: Any) -> Split:
+    return {
+        jax.tree_util.keystr(path): (leaf.shape, leaf.sharding)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+        if not leaf.sharding.is_fully_replicated
+    }
+
+
+def _mirror(split: Split, path: Any, leaf: Any) -> Any:
+    """Places a leaf of the optimizer state as the parameter that it belongs to.
+
+    It belongs to the parameter whose path its own ends with, if it has the same shape (behind the
+    replica axis, if it has one).
+    """
+    value, axes = (leaf.value, (leaf.axes,)) if is_per_replica(leaf) else (leaf, ())
+    end = jax.tree_util.keystr(path)
+    for name in sorted(filter(end.endswith, split), key=len, reverse=True):
+        shape, sharding = split[name]
+        if value.shape[len(axes) :] == shape:
+            place = NamedSharding(sharding.mesh, P(*axes, *sharding.spec))
+            value = jax.lax.with_sharding_constraint(value, place)
+            break
+    return PerReplica(value, axes=leaf.axes, mesh=leaf.mesh) if axes else value
+
+
+def _init(
+    tx: optax.GradientTransformation, split: Split, params: Any, key: Any, model_state: Any
+) -> TrainState:
     opt_state = tx.init(params)
     check_outermost(opt_state)
+    if split:
+        opt_state = jax.tree_util.tree_map_with_path(
+            functools.partial(_mirror, split), opt_state, is_leaf=is_per_replica
+        )
     state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, key, model_state)
     return jax.tree.map(_own, state)
 

@@ -146,13 +146,17 @@ class TrainStep:
         self._options = dict(options) or None
         self._step = step
         self._compiled: Any = None
+        self._treedef = jax.tree.structure(None)  # of the state that it was compiled for
 
     def __call__(
         self, state: TrainState, batch: Any, *, shares: Any = None
     ) -> tuple[TrainState, dict[str, Any]]:
         """Runs one step; see `jdp.train_step`."""
-        if self._compiled is None:
-            self._compiled = self._prepare(state, batch, shares)
+        leaves, treedef = jax.tree.flatten(state)
+        if any(leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted")):
+            self._explain(state, batch)  # jax 0.10 may crash on such arrays
+        if treedef != self._treedef:
+            self._compiled, self._treedef = self._prepare(state, batch, shares), treedef
         try:
             return self._compiled(state, batch, shares)
         except (ValueError, RuntimeError):

@@ -32,17 +32,16 @@ def collectives(compiled_text: str) -> list[Collective]:
             match = re.search(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(", line)
             if not match:
                 continue
+            kind = match.group(2)
             loop, branch = where.get(name, (False, False))
             shapes = _shapes(match.group(1))
-            if match.group(3):  # an asynchronous start lists operands and results
+            if match.group(3) and kind != "all-reduce":  # this start lists operands and results
                 shapes = shapes[len(shapes) // 2 :]
             size = sum(BYTES[d] * n for d, n in shapes)
-            if match.group(2) == "reduce-scatter":
+            if kind == "reduce-scatter":
                 size = sum(BYTES[d] * n for d, n in _operand_shapes(line, computations[name]))
             dtypes = tuple(sorted({d for d, _ in shapes}))
-            found.append(
-                Collective(match.group(2), dtypes, len(shapes), size, loop, branch, line.strip())
-            )
+            found.append(Collective(kind, dtypes, len(shapes), size, loop, branch, line.strip()))
     return found
 
 

@@ -1,0 +1,36 @@
+# Needs python3 (>= 3.11) with pip and venv; everything else is installed into $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?= -n 2
+BIN := $(VENV)/bin
+
+.PHONY: demo test gate notebooks bench clean
+
+demo: $(VENV)/.examples
+	$(BIN)/python examples/train_gpt.py
+
+test: $(VENV)/.test,examples
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+gate: $(VENV)/.test,examples,gate
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+notebooks: $(VENV)/.notebooks,examples
+	$(BIN)/jupyter-execute --timeout=300 notebooks/*.ipynb
+
+bench: $(VENV)/.examples
+	set -e; for script in $$(grep -l __main__ benchmarks/*.py); do \
+		echo "== $$script"; $(BIN)/python $$script; \
+	done
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+# One stamp for each set of extras: installed again only when pyproject.toml has changed.
+$(VENV)/.%: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	touch $@

@@ -1,0 +1,155 @@
+"""The benchmarks run, their arms do the same work, and what they count is right; never a time."""
+
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jdp
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "arms", "keys"),
+    [
+        (
+            "step",
+            ["--devices", "2"],
+            ["jdp", "shard_map", "jit", "pmap"] * 2,
+            [
+                "model",
+                "step_ms",
+                "compile_s",
+                "payload / params",
+                "live_MB",
+                "/ jit",
+                "/ shard_map",
+            ],
+        ),
+        (
+            "accumulate",
+            ["--devices", "2", "--every", "4"],
+            ["jdp", "shard_map", "jit", "jdp.multi_steps", "optax.MultiSteps"],
+            ["update_ms", "payload / k=1", "memory / k=1", "/ jit", "/ optax.MultiSteps"],
+        ),
+        (
+            "overhead",
+            ["--devices", "1", "2"],
+            ["jdp", "shard_map", "jit", "pmap"] * 2,
+            ["devices", "call_ms", "/ jit", "/ shard_map"],
+        ),
+        pytest.param(
+            "processes",
+            [],
+            ["leaves", "jdp", "one array"],
+            ["exchange_ms", "GB/s", "/ leaves", "/ one array"],
+            marks=pytest.mark.multiprocess,
+        ),
+    ],
+    ids=["step", "accumulate", "overhead", "processes"],
+)
+def test_runs_and_all_arms_end_at_the_same_gradient(script, arguments, arms, keys, tmp_path):
+    path = tmp_path / "out.json"
+    printed = _run([f"{script}.py", "--quick", "--json", str(path), *arguments])
+    content = json.loads(path.read_text())
+    assert list(content) == ["benchmark", "machine", "settings", "results", "goals"]
+    assert content["benchmark"] == script
+    assert {"jax", "allocator", "load", "cores", "processor"} <= set(content["machine"])
+    assert [row["arm"] for row in content["results"]] == arms
+    for row in content["results"]:
+        assert 0 <= row["gradient_error"] < 1e-5
+        assert set(keys) <= set(row)
+        assert all(row[key]["low"] <= row[key]["median"] for key in keys if key.startswith("/ "))
+    assert all(set(goal) == {"what", "value", "limit", "met"} for goal in content["goals"])
+    assert "allocator: " in printed
+
+
+def test_plain_jit_sends_in_each_microbatch_and_jdp_once(load):
+    accumulate, models = load("accumulate"), load("models")
+    arms, payload = load("arms"), load("payload")
+    model, mesh = models.make("mlp", quick=True, times=4), jdp.make_mesh(num_devices=2)
+    size = 4 * models.num_params(model)
+
+    def sent(arm):
+        cost = accumulate.costs(arm)
+        # loss and weight are a few bytes
+        return round(cost.payload / size, 1), round(cost.branch_payload / size, 1)
+
+    assert sent(arms.jdp_step(model, mesh, microbatch=32)) == (1, 0)
+    assert sent(accumulate.jit_scan(model, mesh, 4)) == (4, 0)
+    assert sent(accumulate.jdp_multi_steps(model, mesh, 4)) == (0, 1)
+    assert sent(accumulate.optax_multi_steps(model, mesh, 4)) == (1, 0)
+    assert payload.payload_bytes("ENTRY %main () -> f32[] {\n}") == (0, 0)
+
+
+def test_payload_counts_loops_inside_loops(load):
+    def inner(x, _):
+        return jax.lax.pcast(jax.lax.pmean(2 * x, "data"), "data", to="varying"), None
+
+    def outer(x, _):
+        return jnp.sin(jax.lax.scan(inner, x, length=5)[0]), None
+
+    def local(x):
+        return jax.lax.scan(outer, x, length=3)[0]
+
+    mesh = jdp.make_mesh()
+    program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
+    text = program.lower(jnp.ones((8, 6))).compile().as_text()
+    assert load("payload").payload_bytes(text) == (15 * 6 * 4, 0)
+
+
+def test_a_wrong_gradient_ends_the_benchmark(load):
+    measure = load("measure")
+    right = {"w": np.ones(3, np.float32), "b": np.full(2, 1e-3, np.float32)}
+    assert measure.gradient_error(jax.tree.map(lambda x: x[None], right), right) == 0
+    with pytest.raises(SystemExit, match=r"differ by 1 of .* do not do the same work"):
+        measure.gradient_error({**right, "b": 2 * right["b"]}, right)
+    with pytest.raises(SystemExit, match="differ by nan"):
+        measure.gradient_error({**right, "b": np.nan * right["b"]}, right)
+
+
+def test_arms_take_turns(load):
+    order = []
+    turns = {name: (lambda name=name: order.append(name) or ord(name)) for name in "ABC"}
+    found = load("measure").interleave(turns, 4)
+    assert ["".join(order[i : i + 3]) for i in range(0, 12, 3)] == ["ABC", "ACB", "CAB", "CBA"]
+    assert found == {"A": [65] * 4, "B": [66] * 4, "C": [67] * 4}
+
+
+def test_ratios_are_those_of_paired_rounds(load):
+    # the machine became ten times slower: each pair says 2, the medians say something else
+    found = load("measure").ratio([2, 20, 20], [1, 10, 10])
+    assert found == {"median": 2, "low": 2, "high": 2}
+
+
+def _run(command):
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    env |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / command[0]), *command[1:]],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
