@@ -190,7 +190,7 @@ def _flat_mean(
 def _narrow_mean(flat: jax.Array, axis_name: AxisNames) -> jax.Array:
     """Mean of a flat narrow buffer: all-to-all of the bits, float32 sum, all-gather."""
     if flat.size == 0:
-        return flat
+        return jax.lax.pmean(flat, axis_name)
     count, wire = jax.lax.axis_size(axis_name), flat.dtype
     bits = _BITS[wire.itemsize]
     # ceil division: the last device's part is filled up with zeros

@@ -161,7 +161,8 @@ def _local(
         loss = Mean(loss.total, jnp.where(valid == 1, loss.weight, jnp.nan))
     if seen[0].weighted or shares is not None:
         # no weight at all means no data: no gradient. NaN and infinite weights stay visible.
-        scale = jnp.where(loss.weight == 0, 0.0, layout.replicas / loss.weight)
+        scale = jnp.where(jnp.isfinite(loss.weight), layout.replicas / loss.weight, jnp.nan)
+        scale = jnp.where(loss.weight == 0, 0.0, scale)
     else:
         scale = 1 / layout.each  # known beforehand, so that nothing waits for the sum
     if not (isinstance(scale, float) and scale == 1):
@@ -198,7 +199,7 @@ def _objective(
         )
     if model_state is not None:
         _check_state(model_state, parts.model_state, axes)
-    weight = _constant(jnp.asarray(parts.loss.weight, jnp.float32))
+    weight = _constant(parts.loss.weight)
     loss = Mean(checkpoint_name(parts.loss.total, _TOTAL), checkpoint_name(weight, _WEIGHT))
     return loss.total, ((loss, parts.aux), parts.model_state)
 

@@ -82,6 +82,34 @@ if the weight is a Python number |
         empty = jnp.equal(self.weight, 0)
         return jnp.where(empty, jnp.nan, self.total / jnp.where(empty, 1, self.weight))
 
+    @classmethod
+    def of(cls, values: Any, weights: Any) -> "Mean":
+        """The weighted mean of what each example (or token) gave.
+
+        Args:
+            values: Float array of shape [m, ...].
+            weights: Of the values' shape, or of its first dims, such as [m]: one weight then
+                counts for all entries behind it.
+
+        Returns:
+            `Mean(sum(values * weights), sum(weights))`, the weights repeated to the values' shape.
+
+        Example:
+            >>> mean = jdp.Mean.of(jnp.array([[1.0, 3.0], [9.0, 9.0]]), jnp.array([1.0, 0.0]))
+            >>> float(mean.value), float(mean.weight)
+            (2.0, 2.0)
+        """
+        values, weights = jnp.asarray(values), jnp.asarray(weights)
+        if weights.shape != values.shape[: weights.ndim]:
+            raise ValueError(
+                f"jdp.Mean.of got values of shape {values.shape} and weights of shape "
+                f"{weights.shape}; weights must have the values' shape, or its first dims. "
+                "Otherwise they would be broadcast to the wrong examples."
+            )
+        trailing = (1,) * (values.ndim - weights.ndim)
+        weights = jnp.broadcast_to(weights.reshape(*weights.shape, *trailing), values.shape)
+        return cls(jnp.sum(values * weights), jnp.sum(weights))
+
     def __add__(self, other: "Mean") -> "Mean":
         if not isinstance(other, Mean):
             return NotImplemented
@@ -148,7 +176,7 @@ def take_apart(output: Any, *, has_model_state: bool, batch: Any) -> Parts:
     if not weighted:
         loss = Mean(loss, 1.0)
     _check_loss(loss)
-    loss = Mean(_widen(loss.total), _valid(_widen(loss.weight)) if weighted else 1.0)
+    loss = Mean(_widen(loss.total), _valid(_widen(loss.weight)) if weighted else jnp.float32(1))
     return Parts(loss, weigh(aux, loss.weight), model_state, Form(len(parts), weighted))
 
 
@@ -165,7 +193,7 @@ def require_weights(values: Any, batch: Any) -> None:
             f"The batch carries {WEIGHT!r} for each example (jdp.feed adds it, so that a ragged "
             "last batch counts exactly), but the function returned a plain mean, which would count "
             f"padding as data. Return jdp.Mean(total, weight), for example "
-            f"Mean((batch[{WEIGHT!r}] * losses).sum(), batch[{WEIGHT!r}].sum()); or use "
+            f"jdp.Mean.of(losses, batch[{WEIGHT!r}]) with one loss for each example; or use "
             "jdp.feed(..., pad=False), which refuses ragged batches."
         )
 

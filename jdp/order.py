@@ -51,9 +51,7 @@ def _walk(jaxpr: Any, seen: dict[Any, str]) -> dict[Any, str]:
             seen.update({v: s for v, s in zip(eqn.outvars, outs, strict=True) if s is not None})
         elif any(s is not None for s in inputs):
             touched = next((s for s in inputs if s), None) or eqn.primitive.name
-            for out in eqn.outvars:
-                if "float" in str(getattr(out.aval, "dtype", "")):  # a flag is not a gradient
-                    seen[out] = touched
+            seen.update(dict.fromkeys(eqn.outvars, touched))
     return seen
 
 

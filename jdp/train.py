@@ -7,6 +7,7 @@ in. What is wrong with a chain, a state or a batch is said before anything runs.
 the devices until they are read.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,7 +42,8 @@ def train_step(
     Guarantees:
         - Compiled once for each shape of batch; the state keeps its shapes, dtypes and places.
         - The old state's memory is reused for the new one (unless `donate=False`).
-        - Nothing waits for the devices; metrics are arrays, the same on every device.
+        - Nothing waits for the devices, except on several emulated ones for the step before the
+          last eight; metrics are arrays, the same on every device.
 
     Args:
         loss_fn: See `jdp.value_and_grad`. It is given the key fold_in(state.key, state.step) if
@@ -130,6 +132,11 @@ def _update(tx: optax.GradientTransformation, grads: Any, state: TrainState) -> 
     return updates, opt_state
 
 
+# XLA on CPU runs at most 32 computations at a time; with more steps than that under way, devices
+# can wait for ever for one whose turn does not come (seen on jax 0.10.2, never below 28 steps).
+_STEPS_AHEAD = 8
+
+
 class TrainStep:
     """A compiled training step, see `jdp.train_step`."""
 
@@ -146,29 +153,42 @@ class TrainStep:
         self._options = dict(options) or None
         self._step = step
         self._compiled: Any = None
-        self._treedef = jax.tree.structure(None)  # of the state that it was compiled for
+        self._treedef: Any = None
+        emulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+        self._running: deque[jax.Array] | None = deque() if emulated else None
 
     def __call__(
         self, state: TrainState, batch: Any, *, shares: Any = None
     ) -> tuple[TrainState, dict[str, Any]]:
         """Runs one step; see `jdp.train_step`."""
-        leaves, treedef = jax.tree.flatten(state)
-        if any(leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted")):
-            self._explain(state, batch)  # jax 0.10 may crash on such arrays
-        if treedef != self._treedef:
-            self._compiled, self._treedef = self._prepare(state, batch, shares), treedef
+        if self._compiled is None:
+            self._compiled, self._treedef = self._prepare(state, batch, shares)
+        if getattr(state.step, "is_deleted", bool)():
+            self._explain(state, batch)  # beforehand: jax 0.10 can crash on such arrays
+        if self._running is not None and len(self._running) == _STEPS_AHEAD:
+            self._running.popleft().block_until_ready()
         try:
-            return self._compiled(state, batch, shares)
-        except (ValueError, RuntimeError):
+            new, metrics = self._compiled(state, batch, shares)
+        except (TypeError, ValueError, RuntimeError):
             self._explain(state, batch)
-            raise
+            if jax.tree.structure(state) == self._treedef:
+                raise
+            # found while tracing, so nothing was consumed: a state of another structure
+            self._compiled, self._treedef = self._prepare(state, batch, shares)
+            new, metrics = self._compiled(state, batch, shares)
+        if self._running is not None:
+            self._running.append(metrics["loss"])
+        return new, metrics
 
     def lower(self, state: TrainState, batch: Any, *, shares: Any = None) -> Any:
         """The program, not yet compiled, for arrays or for shapes with shardings."""
-        return self._prepare(state, batch, shares).lower(state, batch, shares)
+        return self._prepare(state, batch, shares)[0].lower(state, batch, shares)
 
-    def _prepare(self, state: TrainState, batch: Any, shares: Any) -> Any:
-        """The jitted step, checked; its output state lies where its input state does."""
+    def _prepare(self, state: TrainState, batch: Any, shares: Any) -> tuple[Any, Any]:
+        """The jitted step, checked, and the structure of the state it is for.
+
+        Its output state lies where its input state does.
+        """
         self._explain(state, batch)
         places = jax.tree.map(lambda x: getattr(x, "sharding", None), state)
         jitted = jax.jit(
@@ -178,7 +198,7 @@ class TrainStep:
             compiler_options=self._options,
         )
         check_order(jitted.trace(state, batch, shares).jaxpr.jaxpr)
-        return jitted
+        return jitted, jax.tree.structure(state)
 
     def _explain(self, state: TrainState, batch: Any) -> None:
         """A sentence for a state or batch that was consumed already or lies on other devices."""
