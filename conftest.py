@@ -18,5 +18,4 @@ jdp.emulate_devices(8)
 
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace):
-    names = dict(jdp=jdp, jax=jax, jnp=jnp, np=np, optax=optax, P=PartitionSpec)
-    doctest_namespace.update(names)
+    doctest_namespace.update(jdp=jdp, jax=jax, jnp=jnp, np=np, optax=optax, P=PartitionSpec)

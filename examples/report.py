@@ -1,7 +1,9 @@
-"""What a person sees of a run: a progress bar while it goes, a picture of the loss afterwards."""
+"""What a person sees of a run: what it is made of, a progress bar, a picture of the loss."""
 
 from pathlib import Path
+from typing import Any
 
+import jax
 import matplotlib
 
 matplotlib.use("Agg")  # writes files; needs no screen
@@ -9,6 +11,21 @@ matplotlib.use("Agg")  # writes files; needs no screen
 from matplotlib import pyplot
 from rich import progress
 from rich.console import Console
+
+
+def count(params: Any) -> int:
+    """The number of parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def header(config: Any, devices: int, params: Any) -> str:
+    """What a step is made of, so that nobody takes the batch for one device's part of it."""
+    each = config.batch // (devices * config.microbatch)
+    return (
+        f"{count(params) / 1e6:.2f} M parameters. A step: {config.batch} windows of "
+        f"{config.model.context} bytes = {devices} devices x {each} microbatch(es) x "
+        f"{config.microbatch} windows. Learning rate up to {config.learning_rate:g}."
+    )
 
 
 def progress_bar(*, hidden: bool) -> progress.Progress:

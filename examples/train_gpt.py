@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import optax
 import tyro
 from gpt import GPT, GPTConfig, generate, logits
-from report import draw_curve, progress_bar
+from report import count, draw_curve, header, progress_bar
 from text import Reader, standard_library
 
 import jdp
@@ -60,7 +60,7 @@ def loss_fn(model: GPT, params: Any, batch: dict[str, jax.Array]) -> jdp.Mean:
     """Cross-entropy in nats per byte. Rows of weight 0 only fill up a short batch."""
     scores = logits(model, params, batch["tokens"][:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(scores, batch["tokens"][:, 1:])
-    return jdp.Mean(jnp.sum(losses.mean(axis=-1) * batch["weight"]), jnp.sum(batch["weight"]))
+    return jdp.Mean.of(losses, batch["weight"])
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
@@ -87,6 +87,8 @@ def train(config: Config, interrupted: list[int]) -> tuple[dict[str, Any], Any]:
     batches = itertools.takewhile(lambda _: not interrupted, batches)
 
     losses, held_out, pending, start = [], {}, None, time.perf_counter()
+    if jax.process_index() == 0:
+        print(header(config, mesh.size, params))
     with progress_bar(hidden=jax.process_index() != 0) as bar:
         task = bar.add_task("", total=config.steps, loss=math.nan, speed=0)
         for number, batch in enumerate(jdp.feed(batches, mesh, microbatch=config.microbatch), 1):
@@ -105,7 +107,7 @@ def train(config: Config, interrupted: list[int]) -> tuple[dict[str, Any], Any]:
     losses += [float(pending["loss"])] if pending else []
     run = {
         "devices": f"{mesh.size} x {jax.devices()[0].device_kind}",
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "parameters": count(params),
         "seconds": round(time.perf_counter() - start, 1),
         "losses": losses,
         "held_out": held_out,

@@ -126,9 +126,9 @@ def _choose_devices(devices: Sequence[Any] | None, num_devices: int | None) -> l
     if not is_whole(num_devices) or not 1 <= num_devices <= len(chosen):
         raise ValueError(
             f"jdp.make_mesh(num_devices={num_devices}) cannot be had: JAX shows {len(chosen)} "
-            f"{chosen[0].platform} device(s). The number of emulated CPU devices is read once, when "
-            "JAX starts: call jdp.emulate_devices(n) before the first use of jax.devices() or any "
-            "array; in a notebook, restart the kernel and run it first."
+            f"{chosen[0].platform} device(s). The number of emulated CPU devices is read once, "
+            "when JAX starts: call jdp.emulate_devices(n) before the first use of jax.devices() "
+            "or any array; in a notebook, restart the kernel and run it first."
         )
     return chosen[:num_devices]
 

@@ -72,9 +72,8 @@ def assert_close(actual, expected, rtol=1e-6):
         want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
         assert got.shape == want.shape, (jax.tree_util.keystr(path), got.shape, want.shape)
         bound = rtol * max(np.abs(want).max(initial=0), 1e-30)
-        assert np.abs(got - want).max(initial=0) <= bound, (
-            f"{jax.tree_util.keystr(path)}: off by {np.abs(got - want).max():.3g}, bound {bound:.3g}"
-        )
+        error = np.abs(got - want).max(initial=0)
+        assert error <= bound, f"{jax.tree_util.keystr(path)} is off by {error:.3g} > {bound:.3g}"
 
 
 def assert_same_copies(tree):

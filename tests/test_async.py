@@ -23,7 +23,7 @@ for _ in range(8):
 
 
 def test_a_loop_that_reads_nothing_does_not_deadlock():
-    """XLA:CPU on jax 0.10 hangs with more than about 30 steps under way; each run did, unbounded."""
+    """XLA:CPU on jax 0.10 hangs with more than about 30 steps under way; unbounded, each did."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, timeout=120, capture_output=True, text=True
     )

@@ -123,6 +123,9 @@ def test_gpt_learns_and_reports(tmp_path):
     assert [*result["held_out"]] == ["40", "60"]
     assert result["held_out"]["60"] < result["held_out"]["40"] < 4.5
     assert result["held_out"]["60"] < 3.7
+    # E14: what the batch means is said, horovod/horovod#384
+    assert "A step: 16 windows of 16 bytes = 8 devices x 1 microbatch(es) x 2 windows" in output
+    assert "Learning rate up to 0.01" in output
     assert f"{result['held_out']['60']:.3f} nats per byte" in output
     assert (tmp_path / "sample.txt").read_text(encoding="utf-8") in output
     check_files(tmp_path)

@@ -255,6 +255,21 @@ def test_compiled_once_in_an_epoch_with_a_ragged_end():
     assert int(state.step) == 3
 
 
+def test_changing_a_hyperparameter_compiles_nothing():
+    """D06, google-deepmind/optax#353: what changes during a run is state, not a new optimizer."""
+    tx = optax.chain(jdp.all_reduce(), optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
+    step, state = tiny(tx)
+    state, _ = step(state, VALUES)
+    assert float(state.params["w"]) == 0.5 * 7.5
+    state.opt_state[1].hyperparams["learning_rate"] = jax.device_put(
+        jnp.float32(0.25), state.step.sharding
+    )
+    COMPILES.clear()
+    state, _ = step(state, VALUES)
+    assert not COMPILES
+    assert float(state.params["w"]) == 3.75 + 0.25 * (7.5 - 3.75)
+
+
 def test_nothing_is_fetched_or_placed_anew_in_the_loop():
     """D07, allenai/OLMo#601: dispatching the next step reads nothing back."""
     step, state = tiny(key=jax.random.key(0), loss=lambda p, b, k: square(p, b))
@@ -365,6 +380,7 @@ def test_a_batch_that_does_not_divide():
 
 
 def test_forgetting_the_reduction():
+    """A10: the step without its reduction is caught on step 1."""
     step, state = tiny(optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"one gradient for each replica.*Put jdp.all_reduce\(\)"):
         step(state, VALUES)

@@ -48,7 +48,7 @@ def _run():
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("num_devices", [4, 1])
-def test_a30_a31_b11_two_processes_train_as_one_does(num_devices):
+def test_a30_a31_b11_e17_two_processes_train_as_one_does(num_devices):
     state, losses = training_job.train(training_job.whole())
     answers = [a.value for a in cluster.run(_run, num_devices=num_devices, seconds=120)]
     for said in answers:
