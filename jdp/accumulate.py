@@ -165,7 +165,8 @@ def _gather(updates: Any, state: MultiStepsState) -> MultiStepsState:
         if total.axes != axes:
             raise ValueError(
                 f"jdp.multi_steps keeps sums along the mesh axes {total.axes}, but the gradients "
-                f"differ along {axes}. Make mesh and state for the same axes."
+                f"differ along {axes}. Give both the same: jdp.multi_steps(..., axis=...) and the "
+                "axis of jdp.train_step or jdp.value_and_grad."
             )
         # a call without any weight has gradient 0, and its mean may be NaN
         new = total.value + value.astype(jnp.float32) * weight
@@ -183,7 +184,10 @@ def _mean(state: MultiStepsState, like: Any) -> Any:
     """The window's average gradient, in the dtypes of `like`."""
     scale = jnp.where(state.weight == 0, 0.0, 1.0 / state.weight)
     is_leaf = lambda x: isinstance(x, PerReplica)  # noqa: E731
-    first = jax.tree.leaves(state.accumulated, is_leaf=is_leaf)[0]
+    leaves = jax.tree.leaves(state.accumulated, is_leaf=is_leaf)
+    if not leaves:
+        return state.accumulated
+    first = leaves[0]
     likes = jax.tree.leaves(like, is_leaf=is_leaf)
     sums, treedef = jax.tree.flatten(state.accumulated, is_leaf=is_leaf)
     mesh = likes[0].mesh if isinstance(likes[0], PerReplica) else first.mesh

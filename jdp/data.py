@@ -79,7 +79,8 @@ def feed(
         prefetch: Batches placed in advance; the thread holds one more. 0: no thread.
         shares: Microbatches of each replica, k_0 ... k_{N-1}, for replicas of unequal speed. A
             global batch then has sum(k) * m rows; the part of replica i is its k_i * m rows, then
-            zero rows up to max(k) * m. Give the step the same shares.
+            rows of weight 0 up to max(k) * m (NaN where there is no weight, so that a step without
+            the shares shows it). Give the step the same shares.
 
     Returns:
         A generator of pytrees of global `jax.Array`s, `[B, ...]`, or `[N * max(k) * m, ...]`.

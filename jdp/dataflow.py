@@ -5,32 +5,39 @@ which collectives lie behind a named value, and whether they depend on the param
 are read, never changed or run.
 """
 
+import functools
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 PASSIVE = ("axis_index", "pvary", "pcast")  # they name an axis and send nothing
 
 
-class Exchange(NamedTuple):
-    """A collective: its primitive's name, and what it is given."""
+class Behind(NamedTuple):
+    """What lies behind a value: the collectives, and whether an exchanged count scales it."""
 
-    name: str
-    on_params: bool  # something that depends on the parameters
-    of_scalar: bool  # a single number, as a count is
+    names: list[str]
+    scaled: bool
 
 
-def exchanges_behind(jaxpr: Any, value: str, params: str, axes: tuple[str, ...]) -> list[Exchange]:
+def exchanges_behind(jaxpr: Any, value: str, params: str, axes: tuple[str, ...]) -> Behind:
     """Collectives over any of the axes that the value named `value` is computed from.
 
-    Values named `params` count as parameters. A loop is looked at as a whole: if it is given
-    parameters, all in it depends on them.
+    Values named `params` are parameters; what their gradient cannot reach (a comparison, an
+    index) does not count as depending on them. `scaled` is whether something that depends on them
+    is multiplied or divided by a number that was exchanged and does not, as a count is; the
+    statistics that BatchNorm exchanges have a dim of features and are no such numbers. A loop is
+    looked at as a whole: what it is given, all in it depends on.
     """
-    found = []
+    names, scaled = [], False
     for body in _all(jaxpr):
         marked = {eqn.outvars[0] for eqn in body.eqns if named(eqn, value)}
         if marked:
-            found += _trace(body, set(), marked, params, axes)[1]
-    return found
+            found = _trace(body, {}, marked, params, axes)
+            names, scaled = names + found.names, scaled or found.scaled
+    return Behind(names, scaled)
 
 
 def uneven_exchange(jaxpr: Any, axes: tuple[str, ...]) -> tuple[str, str] | None:
@@ -89,36 +96,70 @@ def _sends(eqn: Any, axes: tuple[str, ...]) -> bool:
     return bool(used & set(axes)) and eqn.primitive.name not in PASSIVE
 
 
+_PARAM, _SENT, _COUNT = 1, 2, 4  # depends on parameters; was exchanged; so was, as one number
+
+
 def _trace(
-    jaxpr: Any, on_params: set[Any], wanted: set[Any], params: str, axes: tuple[str, ...]
-) -> tuple[set[Any], list[Exchange]]:
-    """Follows what `wanted` is computed from; returns what depends on the parameters, and sends."""
+    jaxpr: Any, kinds: dict[Any, int], wanted: set[Any], params: str, axes: tuple[str, ...]
+) -> Behind:
+    """Follows what `wanted` is computed from, and notes in `kinds` what each variable is."""
     needed, used = set(wanted), []
     for eqn in reversed(jaxpr.eqns):
         if any(out in needed for out in eqn.outvars):
             used.append(eqn)
             needed.update(v for v in eqn.invars if not is_literal(v))
-    found = []
+    names, scaled = [], False
     for eqn in reversed(used):
-        inputs = [not is_literal(v) and v in on_params for v in eqn.invars]
+        inputs = [0 if is_literal(v) else kinds.get(v, 0) for v in eqn.invars]
+        union = functools.reduce(operator.or_, inputs, 0)
         if _sends(eqn, axes):
-            of_scalar = any(v.aval.ndim == 0 for v in eqn.invars)
-            found.append(Exchange(eqn.primitive.name, any(inputs), of_scalar))
-        outputs = [any(inputs) or named(eqn, params)] * len(eqn.outvars)
+            names.append(eqn.primitive.name)
+            union |= _SENT
+        union |= _PARAM if named(eqn, params) else 0
+        scaled |= _scales(eqn, inputs)
+        outputs = [union] * len(eqn.outvars)
         for body in bodies(eqn):
-            # a call hands its inputs and outputs through one by one; a loop or branch may not
-            through = len(body.invars) == len(inputs) and "scan" not in eqn.primitive.name
-            ins = inputs if through else [any(inputs)] * len(body.invars)
-            one_by_one = len(body.outvars) == len(eqn.outvars)
-            ends = {
-                end
-                for i, end in enumerate(body.outvars)
-                if not is_literal(end) and (not one_by_one or eqn.outvars[i] in needed)
-            }
-            known = {v for v, flag in zip(body.invars, ins, strict=True) if flag}
-            known, inside = _trace(body, known, ends, params, axes)
-            found += inside
-            if one_by_one and through:
-                outputs = [not is_literal(end) and end in known for end in body.outvars]
-        on_params |= {out for out, flag in zip(eqn.outvars, outputs, strict=True) if flag}
-    return on_params, found
+            inside, ends = _trace_inside(eqn, body, inputs, needed, params, axes)
+            names, scaled = names + inside.names, scaled or inside.scaled
+            outputs = ends or outputs
+        kinds.update(
+            {out: _settle(out, kind) for out, kind in zip(eqn.outvars, outputs, strict=True)}
+        )
+    return Behind(names, scaled)
+
+
+def _trace_inside(
+    eqn: Any, body: Any, inputs: list[int], needed: set[Any], params: str, axes: tuple[str, ...]
+) -> tuple[Behind, list[int]]:
+    """The same inside an equation; the kinds of its outputs if they are handed out one by one."""
+    # a call hands its inputs through one by one; a loop or a branch may not
+    through = len(body.invars) == len(inputs) and eqn.primitive.name != "scan"
+    union = functools.reduce(operator.or_, inputs, 0)
+    kinds = dict(zip(body.invars, inputs if through else [union] * len(body.invars), strict=True))
+    one_by_one = len(body.outvars) == len(eqn.outvars)
+    wanted = {
+        end
+        for i, end in enumerate(body.outvars)
+        if not is_literal(end) and (not one_by_one or eqn.outvars[i] in needed)
+    }
+    found = _trace(body, kinds, wanted, params, axes)
+    ends = [0 if is_literal(end) else kinds.get(end, 0) for end in body.outvars]
+    return found, ends if one_by_one and through else []
+
+
+def _scales(eqn: Any, inputs: list[int]) -> bool:
+    """Whether something with a gradient is multiplied or divided by an exchanged count."""
+    if eqn.primitive.name not in ("mul", "div"):
+        return False
+    over, under = inputs
+    divided = bool(over & _PARAM and under & _COUNT)
+    return divided or (eqn.primitive.name == "mul" and bool(under & _PARAM and over & _COUNT))
+
+
+def _settle(out: Any, kind: int) -> int:
+    """What an output is, given what it was computed from."""
+    if not jnp.issubdtype(getattr(out.aval, "dtype", jnp.float32), jnp.floating):
+        kind &= ~_PARAM  # no gradient reaches through it
+    if kind & _PARAM:
+        return kind & ~_COUNT
+    return kind | _COUNT if kind & _SENT and getattr(out.aval, "ndim", 1) == 0 else kind

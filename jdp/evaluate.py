@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdp.loss import Mean, count_rows, is_mean, require_weights, weigh
 from jdp.mesh import AxisNames, data_axes
 from jdp.microbatch import Layout, lay_out, on_replicas, over_microbatches, sum_over, vary
+from jdp.pace import is_emulated, keep_pace
 
 
 def eval_step(
@@ -66,7 +68,17 @@ def eval_step(
         local = functools.partial(_local, metric_fn, layout)
         return on_replicas(local, layout, P())(params, batch, None, model_state, None)
 
-    return call
+    if not is_emulated(mesh):
+        return call
+
+    def paced(params: Any, batch: Any, *, model_state: Any = None) -> Any:
+        result = call(params, batch, model_state=model_state)
+        first = jax.tree.leaves(result)[:1]
+        if first and not isinstance(first[0], Tracer):
+            keep_pace(first[0])
+        return result
+
+    return paced
 
 
 def _local(

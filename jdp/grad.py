@@ -150,6 +150,9 @@ def _local(
 
     def work(rows: Any, key: Any, state: Any) -> tuple[Any, Any, Any]:
         (_, (scalars, state)), grads = run(copies, rows, key, state)
+        if seen[0].weighted:
+            unit = _unit(scalars[0].weight)
+            grads = jax.tree.map(lambda g: g.astype(wide(g)) * unit, grads)
         return grads, scalars, state
 
     wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)  # noqa: E731
@@ -187,7 +190,7 @@ def _objective(
     rows, model_state = jax.tree.map(lambda x: x, (rows, model_state))
     args = (params, rows) if key is None else (params, rows, key)
     keywords = {} if model_state is None else {"model_state": model_state}
-    output = loss_fn(*args, **keywords)
+    output = _call(loss_fn, args, keywords)
     parts = take_apart(output, has_model_state=model_state is not None, batch=rows)
     seen[:] = [parts.form]
     if not set(axes) <= varying_axes(parts.loss.total):
@@ -199,31 +202,50 @@ def _objective(
         )
     if model_state is not None:
         _check_state(model_state, parts.model_state, axes)
-    weight = _constant(parts.loss.weight)
-    loss = Mean(checkpoint_name(parts.loss.total, _TOTAL), checkpoint_name(weight, _WEIGHT))
-    return loss.total, ((loss, parts.aux), parts.model_state)
+    loss = Mean(checkpoint_name(parts.loss.total, _TOTAL), parts.loss.weight)
+    if parts.form.weighted:
+        loss = Mean(loss.total, checkpoint_name(_constant(loss.weight), _WEIGHT))
+    # as a mean, since a total may overflow a narrow dtype on its way back
+    mean = loss.total / _unit(loss.weight) if parts.form.weighted else loss.total
+    return mean, ((loss, parts.aux), parts.model_state)
+
+
+def _call(loss_fn: Callable[..., Any], args: Any, keywords: Any) -> Any:
+    try:
+        return loss_fn(*args, **keywords)
+    except TypeError as error:
+        if "argument" not in str(error):
+            raise
+        given = ", ".join(["params", "batch", "key"][: len(args)] + [f"{k}=" for k in keywords])
+        raise TypeError(
+            f"The loss function could not be called as loss_fn({given}): {error}. It is given a "
+            "key if there is one (jdp.init_state(..., key=...)), and model_state= if there is one; "
+            "its signature must take what it is given."
+        ) from error
+
+
+def _unit(weight: jax.Array) -> jax.Array:
+    """What a microbatch's total is divided by while it is differentiated."""
+    return jax.lax.stop_gradient(jnp.where(weight > 0, weight, 1.0))
 
 
 def _check_exchanges(program: Any, form: Form, axes: tuple[str, ...]) -> None:
     """Refuses divisors that were already summed over the replicas."""
     if form.weighted:
-        if behind := exchanges_behind(program, _WEIGHT, _PARAMS, axes):
+        if names := exchanges_behind(program, _WEIGHT, _PARAMS, axes).names:
             raise ValueError(
                 f"The weight of the loss was already combined over the mesh axis {axes} "
-                f"({behind[0].name}). jdp sums totals and weights over the replicas; done twice, "
+                f"({names[0]}). jdp sums totals and weights over the replicas; done twice, "
                 "the gradient would be too small by their number. Return this replica's own weight."
             )
         return
-    behind = exchanges_behind(program, _TOTAL, _PARAMS, axes)
-    # a count is a single number; statistics that BatchNorm synchronises have a dim of features
-    if any(e.of_scalar and not e.on_params for e in behind):
+    if exchanges_behind(program, _TOTAL, _PARAMS, axes).scaled:
         raise ValueError(
-            f"The loss function exchanges a number over the mesh axis {axes} that does not depend "
-            "on the parameters, such as a count, and returns a plain scalar. If the loss is "
-            "divided by that sum, the mean over replicas would make loss and gradient too small "
-            "by their number. Return jdp.Mean(total, weight) with this replica's own total and "
-            "weight; if the loss is this replica's own mean all the same, return "
-            "jdp.Mean(loss, 1)."
+            "The loss function returns a plain scalar, multiplied or divided by a number that was "
+            f"combined over the mesh axis {axes}, such as a count. Divided by the global count, "
+            "the mean over replicas would make loss and gradient too small by their number. "
+            "Return jdp.Mean(total, weight) with this replica's own total and weight; if the loss "
+            "is this replica's own mean all the same, return jdp.Mean(loss, 1)."
         )
 
 

@@ -87,9 +87,10 @@ def on_replicas(
     split = NamedSharding(mesh, P(axes))
 
     def run(params: Any, batch: Any, key: Any, model_state: Any, shares: Any) -> Any:
+        shares = check_shares(shares, layout)
         if any(mesh.axis_types[mesh.axis_names.index(a)] == AxisType.Explicit for a in axes):
             batch, shares = jax.tree.map(lambda x: jax.sharding.reshard(x, split), (batch, shares))
-        args = (params, batch, key, model_state, check_shares(shares, layout))
+        args = (params, batch, key, model_state, shares)
         mapped = jax.shard_map(
             local,
             mesh=mesh,

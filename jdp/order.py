@@ -15,19 +15,22 @@ from jdp.dataflow import bodies, is_literal, named
 from jdp.replica import TAKEN, UNREDUCED
 
 
-def check_order(jaxpr: Any) -> None:
+def check_order(jaxpr: Any, *, strict: bool = False) -> None:
     """Refuses a program in which a per-replica gradient is computed with before it is reduced.
 
     Args:
         jaxpr: The program, as of `jax.jit(step).trace(...).jaxpr.jaxpr`.
+        strict: Refuse any number computed from such gradients, also one that goes somewhere else
+            than into the reduction: a norm taken before it may be used after it. Asking whether
+            they are finite stays allowed.
 
     Raises:
         ValueError: If there is such a computation, naming it.
     """
-    _walk(jaxpr, {})
+    _walk(jaxpr, {}, strict)
 
 
-def _walk(jaxpr: Any, seen: dict[Any, str]) -> dict[Any, str]:
+def _walk(jaxpr: Any, seen: dict[Any, str], strict: bool) -> dict[Any, str]:
     """Follows unreduced values; maps a variable to "" (as given) or to what touched it."""
     for eqn in jaxpr.eqns:
         inputs = [None if is_literal(v) else seen.get(v) for v in eqn.invars]
@@ -43,7 +46,7 @@ def _walk(jaxpr: Any, seen: dict[Any, str]) -> dict[Any, str]:
                 known = {
                     v: s for v, s in zip(body.invars, inputs[skip:], strict=True) if s is not None
                 }
-                known = _walk(body, known)
+                known = _walk(body, known, strict)
                 found = [None if is_literal(v) else known.get(v) for v in body.outvars]
                 outs = [
                     b if b is not None and not a else a for a, b in zip(outs, found, strict=True)
@@ -51,6 +54,8 @@ def _walk(jaxpr: Any, seen: dict[Any, str]) -> dict[Any, str]:
             seen.update({v: s for v, s in zip(eqn.outvars, outs, strict=True) if s is not None})
         elif any(s is not None for s in inputs):
             touched = next((s for s in inputs if s), None) or eqn.primitive.name
+            if strict and any("float" in str(out.aval.dtype) for out in eqn.outvars):
+                raise ValueError(_message(touched))
             seen.update(dict.fromkeys(eqn.outvars, touched))
     return seen
 

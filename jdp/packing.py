@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
     unit: int  # a batch is a multiple of this ...
     exact: bool  # ... or, with shares, just this
-    spread: Callable[[np.ndarray], np.ndarray]
+    spread: Callable[[np.ndarray, float], np.ndarray]  # (array, what fills the holes)
     reason: str
 
 
@@ -49,7 +49,7 @@ def plan_rows(
     whole = f"{part}{num_replicas} replicas along {where}"
     if shares is None:
         reason = f"{whole} times microbatch {microbatch}"
-        return Rows(len(mine) * microbatch, False, lambda array: array, reason)
+        return Rows(len(mine) * microbatch, False, lambda array, hole: array, reason)
     if len(shares) != num_replicas or any(k != int(k) or k < 0 for k in shares) or not sum(shares):
         raise ValueError(
             f"jdp.feed got shares={tuple(shares)} for {num_replicas} replicas along {where}; it "
@@ -58,8 +58,8 @@ def plan_rows(
     size = max(shares) * microbatch
     slots = [i * size + row for i, r in enumerate(mine) for row in range(shares[r] * microbatch)]
 
-    def spread(array: np.ndarray) -> np.ndarray:
-        out = np.zeros((len(mine) * size, *array.shape[1:]), array.dtype)
+    def spread(array: np.ndarray, hole: float) -> np.ndarray:
+        out = np.full((len(mine) * size, *array.shape[1:]), hole, array.dtype)
         out[slots] = array
         return out
 
@@ -126,10 +126,15 @@ class Packer:
             weight = arrays.get(WEIGHT, np.ones(count, np.float32))
             arrays = {**arrays, WEIGHT: _valid_weight(weight, index)}
 
+        weighted = isinstance(arrays, dict) and WEIGHT in arrays
+
         def fill(array: np.ndarray) -> np.ndarray:
             out = np.zeros((size, *array.shape[1:]), array.dtype)
             out[:count] = array
-            return self._rows.spread(out)
+            # rows beyond a share are never reached; a step that forgets the shares must not
+            # take them for data, and without a weight only a NaN can say so
+            floating = np.issubdtype(array.dtype, np.floating) or array.dtype.kind == "V"
+            return self._rows.spread(out, np.nan if floating and not weighted else 0)
 
         return jax.tree.map(fill, arrays)
 

@@ -106,6 +106,7 @@ class PerReplica(metaclass=_Described):
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = __neg__ = _refuse
+    __floordiv__ = __abs__ = __bool__ = __len__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __array__ = __jax_array__ = __float__ = __getitem__ = __iter__ = _refuse
 
 

@@ -86,6 +86,10 @@ def init_state(
     if callable(params) and jax.tree.leaves(params) == [params]:  # not a model, a function
         params = jax.jit(lambda: params(), out_shardings=NamedSharding(mesh, P()))()
     check_params(params)
+    if key is not None and not hasattr(key, "dtype"):
+        raise TypeError(
+            f"jdp.init_state got key={key!r}, which is no random key. Use jax.random.key({key!r})."
+        )
     given = {"params": params, "key": key, "model_state": model_state}
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)):
         return _shapes(tx, mesh, given)
@@ -193,15 +197,14 @@ def flush(state: TrainState, tx: optax.GradientTransformation) -> TrainState:
             "jdp.multi_steps, so nothing is waiting. Leave the call out."
         )
 
-    @jax.jit
-    def run(state: TrainState) -> TrainState:
-        nothing: Any = None  # by contract: no new gradients, the window ends here
-        updates, opt_state = tx.update(nothing, state.opt_state, state.params)
-        return state._replace(
-            params=optax.apply_updates(state.params, updates), opt_state=opt_state
-        )
+    return _flush(tx, state)
 
-    return run(state)
+
+@functools.partial(jax.jit, static_argnums=0)
+def _flush(tx: optax.GradientTransformation, state: TrainState) -> TrainState:
+    nothing: Any = None  # by contract: no new gradients, the window ends here
+    updates, opt_state = tx.update(nothing, state.opt_state, state.params)
+    return state._replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
 
 
 def check_outermost(opt_state: Any) -> None:

@@ -7,18 +7,20 @@ in. What is wrong with a chain, a state or a batch is said before anything runs.
 the devices until they are read.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import optax
+from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 from jdp.grad import value_and_grad
 from jdp.mesh import AxisNames
 from jdp.options import known_options, xla_options
 from jdp.order import check_order
+from jdp.pace import is_emulated, keep_pace
 from jdp.replica import PerReplica, is_per_replica
 from jdp.state import TrainState, check_outermost
 
@@ -40,15 +42,18 @@ def train_step(
     are reduced, accumulated or clipped is said by `tx`.
 
     Guarantees:
-        - Compiled once for each shape of batch; the state keeps its shapes, dtypes and places.
+        - Compiled once for each shape of batch; the state keeps its shapes, dtypes and the places
+          of the first state that the step was given.
         - The old state's memory is reused for the new one (unless `donate=False`).
-        - Nothing waits for the devices, except on several emulated ones for the step before the
-          last eight; metrics are arrays, the same on every device.
+        - Nothing waits for the devices (on emulated ones, at most eight programs run ahead);
+          metrics are arrays, the same on every device.
+        - It may be part of a larger program: a `lax.scan` over steps, a jit of your own.
 
     Args:
         loss_fn: See `jdp.value_and_grad`. It is given the key fold_in(state.key, state.step) if
             the state has a key, and `model_state=` if it has one.
-        tx: An optax transformation of per-replica gradients.
+        tx: An optax transformation of per-replica gradients. It is given the loss as `value`, for
+            those that ask for it (`optax.contrib.reduce_on_plateau`).
         mesh: The mesh.
         axis: Data axes; `None` finds them, see `jdp.data_axes`.
         microbatch: Examples per microbatch; `None` takes a replica's whole share as one.
@@ -75,6 +80,7 @@ def train_step(
         >>> float(metrics["loss"]), float(state.params["w"])
         (77.5, 7.5)
     """
+    tx = optax.with_extra_args_support(tx)
     grad_fn = value_and_grad(loss_fn, mesh, axis=axis, microbatch=microbatch, remat=remat)
     options = xla_options(mesh, axis=axis) if compiler_options is None else compiler_options
 
@@ -88,7 +94,7 @@ def train_step(
             None,
             None,
         )[:3]
-        updates, opt_state = _update(tx, grads, state)
+        updates, opt_state = _update(tx, grads, state, loss)
         params = optax.apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, opt_state, state.key, model_state)
         return jax.tree.map(_strong, new), {"loss": loss, **_by_name(aux)}
@@ -113,16 +119,19 @@ def _by_name(aux: Any) -> dict[str, Any]:
     return aux
 
 
-def _update(tx: optax.GradientTransformation, grads: Any, state: TrainState) -> tuple[Any, Any]:
+def _update(
+    tx: optax.GradientTransformationExtraArgs, grads: Any, state: TrainState, loss: Any
+) -> tuple[Any, Any]:
     """tx.update, with a sentence for the commonest mistake."""
     check_outermost(state.opt_state)
     forgotten = (
         "The optimizer received one gradient for each replica: nothing in the chain reduces them, "
-        "or something that needs the mean stands before the reduction. Put jdp.all_reduce() "
-        "first: optax.chain(jdp.all_reduce(), ...)."
+        "or something that needs the mean stands before or around the reduction. Put "
+        "jdp.all_reduce() first, outside of wrappers such as optax.apply_if_finite and "
+        "optax.partition: optax.chain(jdp.all_reduce(), ...)."
     )
     try:
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
     except (TypeError, ValueError) as error:
         if PerReplica.__name__ in str(error) and "received gradient" not in str(error):
             raise ValueError(forgotten) from error
@@ -130,11 +139,6 @@ def _update(tx: optax.GradientTransformation, grads: Any, state: TrainState) -> 
     if any(map(is_per_replica, jax.tree.leaves(updates, is_leaf=is_per_replica))):
         raise ValueError(forgotten)
     return updates, opt_state
-
-
-# XLA on CPU runs at most 32 computations at a time; with more steps than that under way, devices
-# can wait for ever for one whose turn does not come (seen on jax 0.10.2, never below 28 steps).
-_STEPS_AHEAD = 8
 
 
 class TrainStep:
@@ -154,19 +158,18 @@ class TrainStep:
         self._step = step
         self._compiled: Any = None
         self._treedef: Any = None
-        emulated = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
-        self._running: deque[jax.Array] | None = deque() if emulated else None
+        self._emulated = is_emulated(mesh)
 
     def __call__(
         self, state: TrainState, batch: Any, *, shares: Any = None
     ) -> tuple[TrainState, dict[str, Any]]:
         """Runs one step; see `jdp.train_step`."""
+        if isinstance(getattr(state, "step", None), Tracer):
+            return self._inline(state, batch, shares)
         if self._compiled is None:
             self._compiled, self._treedef = self._prepare(state, batch, shares)
         if getattr(state.step, "is_deleted", bool)():
             self._explain(state, batch)  # beforehand: jax 0.10 can crash on such arrays
-        if self._running is not None and len(self._running) == _STEPS_AHEAD:
-            self._running.popleft().block_until_ready()
         try:
             new, metrics = self._compiled(state, batch, shares)
         except (TypeError, ValueError, RuntimeError):
@@ -176,9 +179,17 @@ class TrainStep:
             # found while tracing, so nothing was consumed: a state of another structure
             self._compiled, self._treedef = self._prepare(state, batch, shares)
             new, metrics = self._compiled(state, batch, shares)
-        if self._running is not None:
-            self._running.append(metrics["loss"])
+        if self._emulated:
+            keep_pace(metrics["loss"])
         return new, metrics
+
+    def _inline(self, state: TrainState, batch: Any, shares: Any) -> Any:
+        """The step as part of a larger traced program: a scan over steps, a user's own jit."""
+        args = (state, batch, shares)
+        program, shapes = jax.make_jaxpr(self._step, return_shape=True)(*args)
+        check_order(program.jaxpr, strict=True)
+        flat = jaxpr_as_fun(program)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), flat)
 
     def lower(self, state: TrainState, batch: Any, *, shares: Any = None) -> Any:
         """The program, not yet compiled, for arrays or for shapes with shardings."""
@@ -189,6 +200,12 @@ class TrainStep:
 
         Its output state lies where its input state does.
         """
+        if not all(hasattr(state, name) for name in ("step", "params", "opt_state")):
+            raise TypeError(
+                f"The step was given a {type(state).__name__} where its state belongs. Call "
+                "step(state, batch) with the state that jdp.init_state made, or that the step "
+                "returned."
+            )
         self._explain(state, batch)
         places = jax.tree.map(lambda x: getattr(x, "sharding", None), state)
         jitted = jax.jit(
@@ -197,7 +214,7 @@ class TrainStep:
             out_shardings=(places, None),
             compiler_options=self._options,
         )
-        check_order(jitted.trace(state, batch, shares).jaxpr.jaxpr)
+        check_order(jitted.trace(state, batch, shares).jaxpr.jaxpr, strict=True)
         return jitted, jax.tree.structure(state)
 
     def _explain(self, state: TrainState, batch: Any) -> None:
@@ -220,9 +237,18 @@ class TrainStep:
                     "batch); or build the step with donate=False to keep old states."
                 )
             sharding = getattr(leaf, "sharding", None)
-            if sharding is not None and sharding.device_set != devices:
+            if sharding is None:
+                continue
+            if sharding.device_set != devices:
                 raise ValueError(
                     f"{where} lies on {len(sharding.device_set)} device(s), but the step was built "
-                    f"for a mesh of {self.mesh.size}: {dict(self.mesh.shape)}. Make the state with "
-                    "jdp.init_state(params, tx, mesh) for the same mesh."
+                    f"for a mesh of {self.mesh.size}: {dict(self.mesh.shape)}. A new state is made "
+                    "with jdp.init_state(params, tx, mesh) for that mesh; one that was saved is "
+                    "placed where init_state's lies, see Saving and restoring in the README."
+                )
+            order = getattr(getattr(sharding, "mesh", None), "devices", self.mesh.devices)
+            if [*order.flat] != [*self.mesh.devices.flat]:
+                raise ValueError(
+                    f"{where} lies on a mesh of the same devices in another order. Use one mesh "
+                    "for the step, the state and the batches."
                 )

@@ -29,8 +29,8 @@ def load(monkeypatch):
     [
         (
             "step",
-            ["--devices", "2"],
-            ["jdp", "shard_map", "jit", "pmap"] * 2,
+            ["--models", "mlp", "--devices", "2"],  # the lm takes five times as long to compile
+            ["jdp", "shard_map", "jit", "pmap"],
             [
                 "model",
                 "step_ms",
@@ -123,12 +123,27 @@ def test_a_wrong_gradient_ends_the_benchmark(load):
         measure.gradient_error({**right, "b": np.nan * right["b"]}, right)
 
 
-def test_arms_take_turns(load):
+def test_arms_take_turns_and_none_always_follows_the_same(load):
     order = []
     turns = {name: (lambda name=name: order.append(name) or ord(name)) for name in "ABC"}
-    found = load("measure").interleave(turns, 4)
-    assert ["".join(order[i : i + 3]) for i in range(0, 12, 3)] == ["ABC", "ACB", "CAB", "CBA"]
-    assert found == {"A": [65] * 4, "B": [66] * 4, "C": [67] * 4}
+    found = load("measure").interleave(turns, 40)
+    assert found == {"A": [65] * 40, "B": [66] * 40, "C": [67] * 40}
+    rounds = ["".join(order[i : i + 3]) for i in range(0, 120, 3)]
+    assert {"".join(sorted(once)) for once in rounds} == {"ABC"}
+    assert len(set(rounds)) == 6
+
+
+def test_the_first_step_of_a_turn_is_not_timed(load):
+    now, slow = [0.0], [True]
+
+    def step(state):
+        now[0] += 100 if slow[0] else 1
+        slow[0] = False
+        return state + 1, None
+
+    turn = load("measure").stepper(step, 0, calls=4, clock=lambda: now[0])
+    slow[0] = True  # whatever ran in between
+    assert turn() == 1
 
 
 def test_ratios_are_those_of_paired_rounds(load):

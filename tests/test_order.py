@@ -67,7 +67,7 @@ BEFORE = {
     "centralize": (optax.centralize(), "reduce_sum|sub|div"),
     "cast": (by_leaf(lambda g: g.astype(jnp.bfloat16)), "convert_element_type"),
     "jitted": (by_leaf(jax.jit(lambda g: g / 2)), "div"),
-    "in_a_branch": (optax.stateless(branching), "div"),
+    "in_a_branch": (optax.stateless(branching), "abs|div"),
     "in_a_loop": (
         by_leaf(lambda g: jax.lax.fori_loop(0, 3, lambda i, x: x * 0.5, g)),
         "scan|while",
