@@ -121,7 +121,8 @@ def _trace(
         for body in bodies(eqn):
             inside, ends = _trace_inside(eqn, body, inputs, needed, params, axes)
             names, scaled = names + inside.names, scaled or inside.scaled
-            outputs = ends or outputs
+            whole = union | (_SENT if inside.names else 0)
+            outputs = ends or [whole] * len(eqn.outvars)
         kinds.update(
             {out: _settle(out, kind) for out, kind in zip(eqn.outvars, outputs, strict=True)}
         )

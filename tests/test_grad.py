@@ -290,7 +290,9 @@ def test_a03_a_plain_loss_divided_by_a_global_count_is_refused(mesh, name, micro
     def loss_fn(params, batch):  # right with a psum of gradients, 1/8 of that with their mean
         return masked(params, batch).total / COUNTS[name](batch["mask"].sum())
 
-    with pytest.raises(ValueError, match=r"exchanges a number .*such as a count.*jdp\.Mean\("):
+    with pytest.raises(
+        ValueError, match=r"a number that was combined .*such as a count.*jdp\.Mean\("
+    ):
         trace(loss_fn, mesh, microbatch=microbatch)
 
 

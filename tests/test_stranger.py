@@ -88,7 +88,7 @@ def test_a13_a_norm_taken_before_the_reduction_is_refused(mesh):
     inner = optax.with_extra_args_support(SGD)
 
     def update(updates, state, params=None, **extra):
-        norm = optax.global_norm(updates)
+        norm = optax.tree.norm(updates)
         updates, state = inner.update(updates, state, params, **extra)
         return jax.tree.map(lambda u: u / jnp.maximum(1, norm), updates), state
 
