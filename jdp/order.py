@@ -39,25 +39,26 @@ def _walk(jaxpr: Any, seen: dict[Any, str], strict: bool) -> dict[Any, str]:
         elif named(eqn, TAKEN):
             if inputs[0]:
                 raise ValueError(_message(inputs[0]))
-        elif inner := _calls(eqn):
-            outs: list[str | None] = [None] * len(eqn.outvars)
-            skip = len(eqn.invars) - len(inner[0].invars)  # a branch's index comes first
-            for body in inner:
-                known = {
-                    v: s for v, s in zip(body.invars, inputs[skip:], strict=True) if s is not None
-                }
-                known = _walk(body, known, strict)
-                found = [None if is_literal(v) else known.get(v) for v in body.outvars]
-                outs = [
-                    b if b is not None and not a else a for a, b in zip(outs, found, strict=True)
-                ]
-            seen.update({v: s for v, s in zip(eqn.outvars, outs, strict=True) if s is not None})
+        elif _calls(eqn):
+            for body in _calls(eqn):
+                outs = _walk_inside(body, inputs, strict)
+                touched = {v: s for v, s in zip(eqn.outvars, outs, strict=True) if s is not None}
+                # of several branches, the one that touched it tells
+                seen.update({v: s or seen.get(v, s) for v, s in touched.items()})
         elif any(s is not None for s in inputs):
             touched = next((s for s in inputs if s), None) or eqn.primitive.name
             if strict and any("float" in str(out.aval.dtype) for out in eqn.outvars):
                 raise ValueError(_message(touched))
             seen.update(dict.fromkeys(eqn.outvars, touched))
     return seen
+
+
+def _walk_inside(body: Any, inputs: list[str | None], strict: bool) -> list[str | None]:
+    """The same inside a call or a branch; what is known of its results."""
+    given = inputs[len(inputs) - len(body.invars) :]  # a branch's index comes first
+    known = {v: s for v, s in zip(body.invars, given, strict=True) if s is not None}
+    known = _walk(body, known, strict)
+    return [None if is_literal(v) else known.get(v) for v in body.outvars]
 
 
 def _calls(eqn: Any) -> list[Any]:

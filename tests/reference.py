@@ -31,6 +31,19 @@ def train(loss_fn, params, tx, batches):
     return params, losses
 
 
+def squares(params, batch):
+    """The squared outputs of a linear model, one for each row."""
+    return (batch["x"] @ params["w"]) ** 2
+
+
+def plain(params, batch):
+    return squares(params, batch).mean()
+
+
+def masked(params, batch):
+    return jdp.Mean((squares(params, batch) * batch["mask"]).sum(), batch["mask"].sum())
+
+
 def mlp(key=0):
     """Parameters, a loss and a masked loss of a small two-layer network, and a batch of 64."""
     keys = jax.random.split(jax.random.key(key), 5)

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import collectives
-from reference import assert_close, assert_same_copies, gradient, mean_gradient, mlp
+from reference import assert_close, assert_same_copies, gradient, masked, mean_gradient, mlp, plain
 
 import jdp
 
@@ -23,18 +23,6 @@ ROWS = {
     "x": np.random.default_rng(1).normal(size=(32, 8)).astype(np.float32),
     "mask": (np.arange(32) % 4 < np.arange(32) // 8 + 1).astype(np.float32),
 }
-
-
-def squares(params, batch):
-    return (batch["x"] @ params["w"]) ** 2
-
-
-def plain(params, batch):
-    return squares(params, batch).mean()
-
-
-def masked(params, batch):
-    return jdp.Mean((squares(params, batch) * batch["mask"]).sum(), batch["mask"].sum())
 
 
 def agrees(loss_fn, mesh, params=W, reference=None, **options):

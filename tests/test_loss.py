@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import assert_close, gradient, mean_gradient
+from reference import assert_close, gradient, masked, mean_gradient, plain, squares
 
 import jdp
 
@@ -20,18 +20,6 @@ X = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
 # microbatch 0 counts in full, microbatch 15 not at all
 MASK = (np.arange(ROWS) % 2 + 16 > np.arange(ROWS)).astype(np.float32)
 BATCH = {"x": X, "mask": MASK}
-
-
-def squares(params, batch):
-    return (batch["x"] @ params["w"]) ** 2
-
-
-def plain(params, batch):
-    return squares(params, batch).mean()
-
-
-def masked(params, batch):
-    return jdp.Mean((squares(params, batch) * batch["mask"]).sum(), batch["mask"].sum())
 
 
 @pytest.fixture(scope="module")

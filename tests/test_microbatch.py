@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
-from reference import assert_close, gradient, mean_gradient
+from reference import assert_close, gradient, mean_gradient, plain, squares
 
 import jdp
 
@@ -20,18 +20,6 @@ BATCH = {
     "row": np.arange(ROWS),
     "mask": (np.arange(ROWS) % 5 < 3).astype(np.float32),
 }
-
-
-def squares(params, batch):
-    return (batch["x"] @ params["w"]) ** 2
-
-
-def plain(params, batch):
-    return squares(params, batch).mean()
-
-
-def masked(params, batch):
-    return jdp.Mean((squares(params, batch) * batch["mask"]).sum(), batch["mask"].sum())
 
 
 def noise(key):
