@@ -27,8 +27,8 @@ def exchanges_behind(jaxpr: Any, value: str, params: str, axes: tuple[str, ...])
 
     Values named `params` are parameters; what their gradient cannot reach (a comparison, an
     index) does not count as depending on them. `scaled` is whether something that depends on them
-    is multiplied or divided by a number that was exchanged and does not, as a count is; the
-    statistics that BatchNorm exchanges have a dim of features and are no such numbers. A loop is
+    is multiplied or divided by a single number that was summed over the axis and does not, as a
+    count is. Means over the axis, and statistics with a dim of features, are no counts. A loop is
     looked at as a whole: what it is given, all in it depends on.
     """
     names, scaled = [], False
@@ -114,7 +114,7 @@ def _trace(
         union = functools.reduce(operator.or_, inputs, 0)
         if _sends(eqn, axes):
             names.append(eqn.primitive.name)
-            union |= _SENT
+            union |= 0 if eqn.primitive.name in ("pmax", "pmin") else _SENT
         union |= _PARAM if named(eqn, params) else 0
         scaled |= _scales(eqn, inputs)
         outputs = [union] * len(eqn.outvars)
@@ -123,6 +123,7 @@ def _trace(
             names, scaled = names + inside.names, scaled or inside.scaled
             whole = union | (_SENT if inside.names else 0)
             outputs = ends or [whole] * len(eqn.outvars)
+        outputs = [_keep(eqn, inputs, kind) for kind in outputs]
         kinds.update(
             {out: _settle(out, kind) for out, kind in zip(eqn.outvars, outputs, strict=True)}
         )
@@ -133,7 +134,9 @@ def _trace_inside(
     eqn: Any, body: Any, inputs: list[int], needed: set[Any], params: str, axes: tuple[str, ...]
 ) -> tuple[Behind, list[int]]:
     """The same inside an equation; the kinds of its outputs if they are handed out one by one."""
-    # a call hands its inputs through one by one; a loop or a branch may not
+    # a call hands its inputs through one by one, as a branch does behind its index; a loop may not
+    if eqn.primitive.name == "cond":
+        inputs = inputs[len(inputs) - len(body.invars) :]
     through = len(body.invars) == len(inputs) and eqn.primitive.name != "scan"
     union = functools.reduce(operator.or_, inputs, 0)
     kinds = dict(zip(body.invars, inputs if through else [union] * len(body.invars), strict=True))
@@ -149,12 +152,31 @@ def _trace_inside(
 
 
 def _scales(eqn: Any, inputs: list[int]) -> bool:
-    """Whether something with a gradient is multiplied or divided by an exchanged count."""
-    if eqn.primitive.name not in ("mul", "div"):
+    """Whether something with a gradient is multiplied or divided by an exchanged count.
+
+    What was itself summed over the axis may be divided by what was: nothing is off by N then.
+    """
+    if eqn.primitive.name not in ("mul", "div", "dot_general"):
         return False
     over, under = inputs
-    divided = bool(over & _PARAM and under & _COUNT)
-    return divided or (eqn.primitive.name == "mul" and bool(under & _PARAM and over & _COUNT))
+    own = lambda kind: kind & _PARAM and not kind & _SENT  # noqa: E731
+    divided = bool(own(over) and under & _COUNT)
+    return divided or (eqn.primitive.name != "div" and bool(own(under) and over & _COUNT))
+
+
+def _keep(eqn: Any, inputs: list[int], kind: int) -> int:
+    """Takes back that a result is a count, or a sum over the axis, where it is none any more."""
+    name = eqn.primitive.name
+    if name == "div" and not kind & _PARAM:
+        over, under = inputs
+        # one sum over the axis by another, or by the axis' size, as pmean does: a mean
+        if over & _SENT and (under & _SENT or is_literal(eqn.invars[1])):
+            return kind & ~(_SENT | _COUNT)
+    if name in ("add", "sub"):
+        others = [k for k, v in zip(inputs, eqn.invars, strict=True) if not is_literal(v)]
+        if not all(k & _SENT for k in others):
+            return kind & ~_COUNT
+    return kind
 
 
 def _settle(out: Any, kind: int) -> int:
@@ -163,4 +185,4 @@ def _settle(out: Any, kind: int) -> int:
         kind &= ~_PARAM  # no gradient reaches through it
     if kind & _PARAM:
         return kind & ~_COUNT
-    return kind | _COUNT if kind & _SENT and getattr(out.aval, "ndim", 1) == 0 else kind
+    return kind | _COUNT if kind & _SENT and getattr(out.aval, "size", 0) == 1 else kind

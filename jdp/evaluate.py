@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -74,7 +73,7 @@ def eval_step(
     def paced(params: Any, batch: Any, *, model_state: Any = None) -> Any:
         result = call(params, batch, model_state=model_state)
         first = jax.tree.leaves(result)[:1]
-        if first and not isinstance(first[0], Tracer):
+        if first:
             keep_pace(first[0])
         return result
 

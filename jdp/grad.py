@@ -285,9 +285,10 @@ def _constant(weight: jax.Array) -> jax.Array:
 def _weight_depends(primals: Any, tangents: Any) -> Any:
     # JAX calls this only with a tangent that is not zero by construction
     raise ValueError(
-        "The weight of the loss depends on the parameters, so the gradient of total / weight is "
-        "not the gradient of the total divided by the weight. Wrap it in jax.lax.stop_gradient if "
-        "it is meant as a constant; otherwise put the quotient into the total."
+        "The weight of the loss depends on the parameters (or on what an outer gradient is taken "
+        "of), so the gradient of total / weight is not that of the total over the weight. Wrap it "
+        "in jax.lax.stop_gradient if it is meant as a constant; otherwise put the quotient into "
+        "the total."
     )
 
 

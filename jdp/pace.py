@@ -10,6 +10,7 @@ In: something a program has just returned. Out: nothing, but it may wait for an 
 from collections import deque
 
 import jax
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 # Of the process, not of one step: the limit is the backend's, whoever dispatches.
@@ -24,6 +25,8 @@ def is_emulated(mesh: Mesh) -> bool:
 
 def keep_pace(result: jax.Array) -> None:
     """Notes a program that was dispatched; waits for the one dispatched eight programs before."""
+    if isinstance(result, Tracer):
+        return
     _running.append(result)
     if len(_running) > PROGRAMS_AHEAD:
         _running.popleft().block_until_ready()

@@ -106,7 +106,9 @@ def _shapes(tx: optax.GradientTransformation, mesh: Mesh, given: Any) -> TrainSt
     everywhere = NamedSharding(mesh, P())
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:
-        sharding = getattr(leaf, "sharding", None) or everywhere
+        sharding = getattr(leaf, "sharding", None)
+        if not (isinstance(sharding, NamedSharding) and sharding.mesh == mesh):
+            sharding = everywhere
         return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=sharding)
 
     given = jax.tree.map(place, given)

@@ -164,7 +164,8 @@ class TrainStep:
         self, state: TrainState, batch: Any, *, shares: Any = None
     ) -> tuple[TrainState, dict[str, Any]]:
         """Runs one step; see `jdp.train_step`."""
-        if isinstance(getattr(state, "step", None), Tracer):
+        given = (getattr(state, "step", None), *jax.tree.leaves((batch, shares)))
+        if any(isinstance(leaf, Tracer) for leaf in given):
             return self._inline(state, batch, shares)
         if self._compiled is None:
             self._compiled, self._treedef = self._prepare(state, batch, shares)
@@ -230,6 +231,8 @@ class TrainStep:
                 )
         for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
             where = f"state{jax.tree_util.keystr(path)}"
+            if isinstance(leaf, Tracer):
+                continue
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ValueError(
                     f"{where} was consumed by an earlier call of this step, which reused its "

@@ -44,10 +44,80 @@ def reciprocal(params, batch):
     return jnp.sum(errors(params, batch) * batch["mask"] * share)
 
 
-@pytest.mark.parametrize("loss", [gathered_count, count_of_sums, hard_examples, reciprocal])
+def as_product(params, batch):
+    weight = batch["mask"] / jax.lax.psum(batch["mask"].sum(), "data")
+    return jnp.dot(errors(params, batch), weight)
+
+
+def kept_dims(params, batch):
+    mask = batch["mask"]
+    total = (errors(params, batch) * mask).sum(keepdims=True)
+    return (total / jax.lax.psum(mask.sum(keepdims=True), "data")).sum()
+
+
+def guarded(params, batch):
+    count = jax.lax.psum(batch["mask"].sum(), "data")
+    sums = ((errors(params, batch) * batch["mask"]).sum(), count)
+    return jax.lax.cond(count > 0, lambda s: s[0] / s[1], lambda s: s[0] * 0, sums)
+
+
+BY_A_COUNT = [gathered_count, count_of_sums, hard_examples, reciprocal]
+
+
+@pytest.mark.parametrize("loss", [*BY_A_COUNT, as_product, kept_dims, guarded])
 def test_a03_a_plain_loss_divided_by_a_global_count_is_refused(mesh, loss):
     with pytest.raises(ValueError, match=r"such as a count.*Return jdp.Mean\(total, weight\)"):
         jdp.value_and_grad(loss, mesh)(PARAMS, BATCH)
+
+
+def masked_statistics(params, batch, total=lambda x: jax.lax.psum(x, "data")):
+    hidden, mask = batch["x"] @ params["w1"], batch["mask"][:, None]
+    count = total(mask.sum())
+    mean = total((hidden * mask).sum(0)) / count
+    deviation = jnp.sqrt(total((mask * (hidden - mean) ** 2).sum(0)) / count + 1e-3)
+    return jnp.mean(((hidden - mean) / deviation) ** 4)
+
+
+def balanced_experts(params, batch, total=lambda x: jax.lax.psum(x, "data")):
+    scores = jax.nn.softmax(batch["x"] @ params["w1"])
+    counts = total(jax.nn.one_hot(scores.argmax(-1), 24).sum(0))
+    return jnp.sum(counts / counts.sum() * scores.mean(0))
+
+
+def baseline(params, batch, mean=lambda x: jax.lax.pmean(x, "data")):
+    gain = batch["x"][:, 0]
+    spread = jnp.sqrt(mean(((gain - mean(gain.mean())) ** 2).mean()))
+    return jnp.mean(errors(params, batch) * (gain - mean(gain.mean())) / spread)
+
+
+@pytest.mark.parametrize("loss", [masked_statistics, balanced_experts, baseline])
+def test_exchanged_statistics_are_no_count(mesh, loss):
+    """Right as they are, so refusing them would be a false alarm."""
+    value, grads = jdp.value_and_grad(loss, mesh)(PARAMS, BATCH)
+    want = gradient(lambda p, b: loss(p, b, lambda x: x), PARAMS, BATCH)
+    assert_close((value, mean_gradient(grads)), want, rtol=3e-5)
+
+
+def test_a_step_inside_a_trace_leaves_others_alone(mesh):
+    step = jdp.train_step(LOSS, SGD, mesh, donate=False)
+    state = jdp.init_state(PARAMS, SGD, mesh)
+    ahead = jax.jit(lambda batch: step(state, batch)[1]["loss"])(BATCH)  # a concrete state
+    for _ in range(12):
+        state, metrics = step(state, BATCH)
+    assert np.isfinite(ahead)
+    assert np.isfinite(metrics["loss"])
+    slope = jax.grad(lambda x: step(state, BATCH | {"x": x})[1]["loss"])(BATCH["x"])
+    want = jax.grad(lambda x: LOSS(jax.device_get(state.params), BATCH | {"x": x}))(BATCH["x"])
+    assert_close(slope, want, rtol=2e-6)
+
+
+def test_shapes_beside_a_real_key_and_model_state(mesh):
+    shapes = {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    given = {"key": jax.random.key(0), "model_state": {"m": jnp.zeros(3)}}
+    abstract = jdp.init_state(shapes, SGD, mesh, **given)
+    real = jdp.init_state({"w": jnp.zeros(3)}, SGD, mesh, **given)
+    kind = lambda x: (x.shape, x.dtype, x.sharding.is_fully_replicated)  # noqa: E731
+    assert jax.tree.map(kind, abstract) == jax.tree.map(kind, real)
 
 
 def test_statistics_of_the_input_are_no_count(mesh):
