@@ -264,7 +264,6 @@ def test_a_weight_of_its_own_beside_a_collective_in_the_total_is_accepted(mesh, 
 
 COUNTS = {
     "psum": lambda n: jax.lax.psum(n, "data"),
-    "pmean": lambda n: jax.lax.pmean(n, "data"),
     "all_gather": lambda n: jax.lax.all_gather(n, "data").sum(),
     "in scan": lambda n: jax.lax.scan(lambda c, _: (c + jax.lax.psum(n, "data"), 0), 0.0, length=1)[
         0
@@ -282,6 +281,13 @@ def test_a03_a_plain_loss_divided_by_a_global_count_is_refused(mesh, name, micro
         ValueError, match=r"a number that was combined .*such as a count.*jdp\.Mean\("
     ):
         trace(loss_fn, mesh, microbatch=microbatch)
+
+
+def test_a03_a_plain_loss_divided_by_the_mean_count_is_right(mesh):
+    def loss_fn(params, batch):  # (1/N) sum_i total_i / (W/N)
+        return masked(params, batch).total / jax.lax.pmean(batch["mask"].sum(), "data")
+
+    agrees(loss_fn, mesh, reference=lambda p, b: masked(p, b).value)
 
 
 def test_a_loss_that_exchanges_a_number_says_so_with_a_weight_of_1(mesh):
