@@ -7,8 +7,9 @@
     for batch in jdp.feed(loader, mesh):
         state, metrics = step(state, batch)
 
-Floors, each importing only from those before it: mesh, collectives, options, processes, dataflow;
-replica, loss, microbatch, grad, data; reduce, accumulate, order; state, train, evaluate; check.
+Floors, each importing only from those before it: mesh, collectives, options, processes, prefetch,
+pace; dataflow, replica, loss, microbatch, grad, packing, data, order; reduce, accumulate; state,
+train, evaluate, check.
 """
 
 from jdp import collectives

@@ -18,8 +18,10 @@ from jdp.mesh import AxisNames, is_whole
 from jdp.replica import (
     PerReplica,
     give_per_replica,
+    is_per_replica,
     map_per_replica,
     take_per_replica,
+    weight_of,
     zeros_per_replica,
 )
 
@@ -157,9 +159,8 @@ def drop_window(opt_state: MultiStepsState) -> MultiStepsState:
 def _gather(updates: Any, state: MultiStepsState) -> MultiStepsState:
     """Adds one call to the window."""
     values, axes, _ = take_per_replica(updates, "jdp.multi_steps")
-    leaves = map_per_replica(lambda leaf: leaf, updates)
-    weights = jax.tree.leaves(map_per_replica(lambda leaf: leaf.weight, leaves))
-    weight = jnp.asarray(weights[0] if weights else 1.0, jnp.float32)
+    weight = weight_of(updates)
+    weight = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
 
     def add(total: PerReplica, value: jax.Array) -> PerReplica:
         if total.axes != axes:
@@ -172,9 +173,7 @@ def _gather(updates: Any, state: MultiStepsState) -> MultiStepsState:
         new = total.value + value.astype(jnp.float32) * weight
         return PerReplica(new, axes=total.axes, mesh=total.mesh)
 
-    accumulated = jax.tree.map(
-        add, state.accumulated, values, is_leaf=lambda x: isinstance(x, PerReplica)
-    )
+    accumulated = map_per_replica(add, state.accumulated, values)
     return state._replace(
         calls=state.calls + 1, weight=state.weight + weight, accumulated=accumulated
     )
@@ -183,14 +182,11 @@ def _gather(updates: Any, state: MultiStepsState) -> MultiStepsState:
 def _mean(state: MultiStepsState, like: Any) -> Any:
     """The window's average gradient, in the dtypes of `like`."""
     scale = jnp.where(state.weight == 0, 0.0, 1.0 / state.weight)
-    is_leaf = lambda x: isinstance(x, PerReplica)  # noqa: E731
-    leaves = jax.tree.leaves(state.accumulated, is_leaf=is_leaf)
-    if not leaves:
+    sums, treedef = jax.tree.flatten(state.accumulated, is_leaf=is_per_replica)
+    if not sums:
         return state.accumulated
-    first = leaves[0]
-    likes = jax.tree.leaves(like, is_leaf=is_leaf)
-    sums, treedef = jax.tree.flatten(state.accumulated, is_leaf=is_leaf)
-    mesh = likes[0].mesh if isinstance(likes[0], PerReplica) else first.mesh
+    first, likes = sums[0], jax.tree.leaves(like, is_leaf=is_per_replica)
+    mesh = likes[0].mesh if is_per_replica(likes[0]) else first.mesh
     means = [
         (total.value * scale).astype(leaf.dtype) for total, leaf in zip(sums, likes, strict=True)
     ]

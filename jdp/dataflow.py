@@ -2,15 +2,17 @@
 
 In: jaxprs, in which interesting values carry a name (`jax.ad_checkpoint.checkpoint_name`). Out:
 which collectives lie behind a named value, and whether they depend on the parameters. Programs
-are read, never changed or run.
+are read, never changed; `run_checked` runs one after it was read.
 """
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 PASSIVE = ("axis_index", "pvary", "pcast")  # they name an axis and send nothing
 
@@ -59,6 +61,17 @@ def uneven_exchange(jaxpr: Any, axes: tuple[str, ...]) -> tuple[str, str] | None
 
 def _sending(jaxpr: Any, axes: Any) -> list[Any]:
     return [eqn for body in _all(jaxpr) for eqn in body.eqns if _sends(eqn, tuple(axes))]
+
+
+def run_checked(fn: Callable[..., Any], check: Callable[[Any], None], *args: Any) -> Any:
+    """Calls `fn` as part of a larger trace, its program having been shown to `check` first.
+
+    The function is traced once; what was looked at is what runs.
+    """
+    program, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    check(program.jaxpr)
+    flat = jaxpr_as_fun(program)(*jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shapes), flat)
 
 
 def named(eqn: Any, name: str) -> bool:

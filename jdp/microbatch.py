@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp.dataflow import uneven_exchange
+from jdp.dataflow import run_checked, uneven_exchange
 from jdp.loss import check_divides, count_rows
 from jdp.mesh import axis_size
 
@@ -98,11 +97,12 @@ def on_replicas(
             out_specs=out_specs,
             axis_names=set(axes),
         )
-        program, shapes = jax.make_jaxpr(mapped, return_shape=True)(*args)
-        _check_lockstep(program.jaxpr, axes)
-        check(program.jaxpr)
-        flat = jaxpr_as_fun(program)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), flat)
+
+        def check_all(program: Any) -> None:
+            _check_lockstep(program, axes)
+            check(program)
+
+        return run_checked(mapped, check_all, *args)
 
     return run
 

@@ -39,8 +39,8 @@ def _walk(jaxpr: Any, seen: dict[Any, str], strict: bool) -> dict[Any, str]:
         elif named(eqn, TAKEN):
             if inputs[0]:
                 raise ValueError(_message(inputs[0]))
-        elif _calls(eqn):
-            for body in _calls(eqn):
+        elif called := _calls(eqn):
+            for body in called:
                 outs = _walk_inside(body, inputs, strict)
                 touched = {v: s for v, s in zip(eqn.outvars, outs, strict=True) if s is not None}
                 # of several branches, the one that touched it tells

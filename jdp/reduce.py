@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdp import collectives
 from jdp.mesh import AnyMesh, AxisNames
-from jdp.replica import give_per_replica, map_per_replica, take_per_replica
+from jdp.replica import give_per_replica, take_per_replica, weight_of
 
 BUCKET_BYTES = 25 * 2**20  # what PyTorch DDP has used since 2020
 
@@ -108,8 +108,7 @@ def all_reduce(
         reduced = _on_each_device(average, mesh, axes, rest)(values)
         if not rest:
             return reduced, state
-        weight = jax.tree.leaves(map_per_replica(lambda leaf: leaf.weight, updates))
-        return give_per_replica(reduced, weight[0] if weight else None, rest, mesh), state
+        return give_per_replica(reduced, weight_of(updates), rest, mesh), state
 
     return optax.GradientTransformation(init, update)
 

@@ -159,6 +159,12 @@ def take_per_replica(updates: Any, caller: str) -> tuple[Any, tuple[str, ...], A
     return values, first.axes, first.mesh
 
 
+def weight_of(updates: Any) -> Any:
+    """The weight that all leaves of a gradient share; `None` if they have none."""
+    weights = jax.tree.leaves(map_per_replica(lambda leaf: leaf.weight, updates))
+    return weights[0] if weights else None
+
+
 def give_per_replica(values: Any, weight: Any, axes: tuple[str, ...], mesh: AnyMesh) -> Any:
     """Wraps a tree of [N, *shape] arrays, marked as not reduced yet."""
     return jax.tree.map(

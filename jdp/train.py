@@ -7,15 +7,16 @@ in. What is wrong with a chain, a state or a batch is said before anything runs.
 the devices until they are read.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import optax
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
+from jdp.dataflow import run_checked
 from jdp.grad import value_and_grad
 from jdp.mesh import AxisNames
 from jdp.options import known_options, xla_options
@@ -133,7 +134,7 @@ def _update(
     try:
         updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
     except (TypeError, ValueError) as error:
-        if PerReplica.__name__ in str(error) and "received gradient" not in str(error):
+        if PerReplica.__name__ in str(error):
             raise ValueError(forgotten) from error
         raise
     if any(map(is_per_replica, jax.tree.leaves(updates, is_leaf=is_per_replica))):
@@ -186,11 +187,8 @@ class TrainStep:
 
     def _inline(self, state: TrainState, batch: Any, shares: Any) -> Any:
         """The step as part of a larger traced program: a scan over steps, a user's own jit."""
-        args = (state, batch, shares)
-        program, shapes = jax.make_jaxpr(self._step, return_shape=True)(*args)
-        check_order(program.jaxpr, strict=True)
-        flat = jaxpr_as_fun(program)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), flat)
+        check = functools.partial(check_order, strict=True)
+        return run_checked(self._step, check, state, batch, shares)
 
     def lower(self, state: TrainState, batch: Any, *, shares: Any = None) -> Any:
         """The program, not yet compiled, for arrays or for shapes with shardings."""
