@@ -18,42 +18,76 @@ from jdp.check import check_against_one_device, check_order
 from jdp.collectives import all_gather
 from jdp.data import feed
 from jdp.evaluate import eval_step, evaluate
+from jdp.finite import (
+    LossScaleState,
+    SkipState,
+    dynamic_loss_scale,
+    find_loss_scale,
+    global_norm,
+    skip_nonfinite,
+)
 from jdp.grad import value_and_grad
 from jdp.loss import Mean
 from jdp.mesh import axis_size, data_axes, emulate_devices, make_mesh, replicate
 from jdp.options import known_options, xla_options
+from jdp.padded import Padded, logical
+from jdp.precision import MasterWeightsState, Precision, compute_in, master_weights
 from jdp.processes import initialize
 from jdp.reduce import all_reduce
-from jdp.replica import PerReplica
+from jdp.replica import PerReplica, Reduced
+from jdp.restage import restage
+from jdp.split import Placement, ZeroState
 from jdp.state import TrainState, flush, init_state
 from jdp.train import TrainStep, train_step
+from jdp.unshard import gather_params
+from jdp.zero import zero1, zero2, zero3
 
 __all__ = [
+    "LossScaleState",
+    "MasterWeightsState",
     "Mean",
     "MultiStepsState",
+    "Padded",
     "PerReplica",
+    "Placement",
+    "Precision",
+    "Reduced",
+    "SkipState",
     "TrainState",
     "TrainStep",
+    "ZeroState",
     "all_gather",
     "all_reduce",
     "axis_size",
     "check_against_one_device",
     "check_order",
     "collectives",
+    "compute_in",
     "data_axes",
     "drop_window",
+    "dynamic_loss_scale",
     "emulate_devices",
     "eval_step",
     "evaluate",
     "feed",
+    "find_loss_scale",
     "flush",
+    "gather_params",
+    "global_norm",
     "init_state",
     "initialize",
     "known_options",
+    "logical",
     "make_mesh",
+    "master_weights",
     "multi_steps",
     "replicate",
+    "restage",
+    "skip_nonfinite",
     "train_step",
     "value_and_grad",
     "xla_options",
+    "zero1",
+    "zero2",
+    "zero3",
 ]

@@ -3,7 +3,9 @@
     call 1 ... k-1   acc += weight * g    [N, *shape], each replica its own row; updates are zero
     call k           inner.update(acc / sum of weights), which reduces, clips, steps; acc is cleared
 
-In: per-replica gradients, as for `jdp.all_reduce`. Out: updates. The inner transformation sees
+In: per-replica gradients, as for `jdp.all_reduce`, or those that `jdp.zero2` and `jdp.zero3` have
+reduced in the backward pass, of which each device adds up its part. Out: updates. The inner
+transformation sees
 one call for every k, so its schedules and counters count applied updates. `multi_steps` belongs
 outermost: what stands outside it would run on every call, on zeros.
 """
@@ -15,15 +17,21 @@ import jax.numpy as jnp
 import optax
 
 from jdp.mesh import AxisNames, is_whole
+from jdp.padded import is_padded
 from jdp.replica import (
     PerReplica,
     give_per_replica,
+    give_reduced,
+    is_gradient,
     is_per_replica,
+    is_reduced,
     map_per_replica,
     take_per_replica,
+    take_reduced,
     weight_of,
     zeros_per_replica,
 )
+from jdp.split import find_placement, zeros_split
 
 
 class MultiStepsState(NamedTuple):
@@ -33,7 +41,8 @@ class MultiStepsState(NamedTuple):
         calls: Calls since the last applied update, int32.
         num_updates: Updates applied so far, int32.
         weight: Sum of the weights of those calls, float32.
-        accumulated: Weighted sum of their gradients, `PerReplica` leaves of float32.
+        accumulated: Weighted sum of their gradients in float32: `PerReplica` leaves, or arrays
+            split over the devices for gradients that come reduced.
         inner_state: State of the inner transformation.
     """
 
@@ -95,12 +104,18 @@ def multi_steps(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> MultiStepsState:
+        inner_state = inner.init(params)
+        placement = find_placement(inner_state)
+        if placement is not None and placement.in_backward:
+            accumulated = zeros_split(params, placement)
+        else:
+            accumulated = zeros_per_replica(params, "jdp.multi_steps", axis)
         return MultiStepsState(
             calls=jnp.zeros((), jnp.int32),
             num_updates=jnp.zeros((), jnp.int32),
             weight=jnp.zeros((), jnp.float32),
-            accumulated=zeros_per_replica(params, "jdp.multi_steps", axis),
-            inner_state=inner.init(params),
+            accumulated=accumulated,
+            inner_state=inner_state,
         )
 
     def update(
@@ -127,7 +142,8 @@ def multi_steps(
 
         def hold(state: MultiStepsState) -> tuple[Any, MultiStepsState]:
             shapes = jax.eval_shape(apply, state)[0]
-            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), state
+            # -0.0 is what can be added to -0.0 without changing its bits
+            return jax.tree.map(lambda s: jnp.full(s.shape, -0.0, s.dtype), shapes), state
 
         return jax.lax.cond(due, apply, hold, gathered)
 
@@ -158,11 +174,25 @@ def drop_window(opt_state: MultiStepsState) -> MultiStepsState:
 
 def _gather(updates: Any, state: MultiStepsState) -> MultiStepsState:
     """Adds one call to the window."""
-    values, axes, _ = take_per_replica(updates, "jdp.multi_steps")
+    reduced = any(map(is_reduced, jax.tree.leaves(updates, is_leaf=is_gradient)))
+    if reduced:
+        values, axes = take_reduced(updates), None
+    else:
+        values, axes, _ = take_per_replica(updates, "jdp.multi_steps")
+    if any(is_per_replica(total) == reduced for total in _sums(state)):
+        raise ValueError(
+            "jdp.multi_steps keeps sums of another kind than the gradients it was given: jdp.zero2 "
+            "and jdp.zero3 add up gradients that are reduced already, other transformations those "
+            "of each replica. In a step of your own pass placement=state.placement of the ZeRO "
+            "stage to jdp.value_and_grad's function; otherwise make the state anew with "
+            "jdp.init_state for this transformation."
+        )
     weight = weight_of(updates)
     weight = jnp.asarray(1.0 if weight is None else weight, jnp.float32)
 
-    def add(total: PerReplica, value: jax.Array) -> PerReplica:
+    def add(total: Any, value: Any) -> Any:
+        if not is_per_replica(total):
+            return jax.tree.map(lambda t, v: t + v.astype(jnp.float32) * weight, total, value)
         if total.axes != axes:
             raise ValueError(
                 f"jdp.multi_steps keeps sums along the mesh axes {total.axes}, but the gradients "
@@ -179,12 +209,23 @@ def _gather(updates: Any, state: MultiStepsState) -> MultiStepsState:
     )
 
 
+def _sums(state: MultiStepsState) -> list[Any]:
+    """The sums, one for each parameter."""
+    is_leaf = lambda x: is_per_replica(x) or is_padded(x)  # noqa: E731
+    return jax.tree.leaves(state.accumulated, is_leaf=is_leaf)
+
+
 def _mean(state: MultiStepsState, like: Any) -> Any:
     """The window's average gradient, in the dtypes of `like`."""
     scale = jnp.where(state.weight == 0, 0.0, 1.0 / state.weight)
-    sums, treedef = jax.tree.flatten(state.accumulated, is_leaf=is_per_replica)
+    sums = _sums(state)
     if not sums:
         return state.accumulated
+    if not is_per_replica(sums[0]):
+        means = [jax.tree.map(lambda total: total * scale, total) for total in sums]
+        treedef = jax.tree.structure(state.accumulated, is_leaf=is_padded)
+        return give_reduced(means, state.weight, treedef)
+    treedef = jax.tree.structure(state.accumulated, is_leaf=is_per_replica)
     first, likes = sums[0], jax.tree.leaves(like, is_leaf=is_per_replica)
     mesh = likes[0].mesh if is_per_replica(likes[0]) else first.mesh
     means = [

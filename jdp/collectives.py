@@ -4,8 +4,10 @@ In: what one device holds, and the name of the axis (or axes) it exchanges along
 that device holds afterwards. They run inside `jax.shard_map` and `jax.pmap`; nothing here knows
 a mesh, an optimizer or a `PerReplica`.
 
-    mean        average of a tree over the devices, as it is, in flat buckets, or narrowed
-    all_gather  every device's rows, one after the other
+    mean          average of a tree over the devices, as it is, in flat buckets, or narrowed
+    sum_scatter   sum of an array over the devices, each receiving its part
+    join          every device's part of an array, put together; the inverse of splitting it
+    all_gather    every device's rows, one after the other, with an exact gradient
 
 A narrow dtype travels as unsigned integers of the same width: XLA on CPU would otherwise widen
 it to float32 first, and no backend computes on the bits while they are under way.
@@ -188,19 +190,88 @@ def _flat_mean(
 
 
 def _narrow_mean(flat: jax.Array, axis_name: AxisNames) -> jax.Array:
-    """Mean of a flat narrow buffer: all-to-all of the bits, float32 sum, all-gather."""
+    """Mean of a flat narrow buffer: reduce-scatter, adding up in float32, and all-gather."""
     if flat.size == 0:
         return jax.lax.pmean(flat, axis_name)
-    count, wire = jax.lax.axis_size(axis_name), flat.dtype
-    bits = _BITS[wire.itemsize]
+    count = jax.lax.axis_size(axis_name)
     # ceil division: the last device's part is filled up with zeros
-    rows = jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
+    rows = jnp.pad(flat, (0, -flat.size % count))
+    part = (sum_scatter(rows, axis_name, dim=0) / count).astype(flat.dtype)
+    return join(part, axis_name, dim=0)[: flat.size]
+
+
+def sum_scatter(
+    x: jax.Array, axis_name: AxisNames, *, dim: int = 0, wire_dtype: Any = None
+) -> jax.Array:
+    """Sums an array over the devices of an axis and gives each device its part: reduce-scatter.
+
+    With N devices holding x_1 ... x_N, device i ends with part i of N, along `dim`, of
+
+        sum_j cast(x_j)
+
+    added up in float32 where the wire is narrower than that.
+
+    Guarantees:
+        - Each device sends (N-1)/N of the array's bytes at the wire dtype.
+
+    Args:
+        x: Floating-point array; N divides its length in `dim`.
+        axis_name: Mesh axis, or axes.
+        dim: The dim to split.
+        wire_dtype: Floating dtype sent between devices; `None` sends the array as it is.
+
+    Returns:
+        The device's part, in float32 or the wider dtype of the array.
+
+    Raises:
+        ValueError: If the wire dtype is not a floating-point type of 16 or 32 bits.
+
+    Example:
+        >>> mesh = jdp.make_mesh()
+        >>> part = lambda x: jdp.collectives.sum_scatter(x[0], "data")
+        >>> x = jnp.ones((8, 16)) * jnp.arange(16.0)
+        >>> jax.shard_map(part, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)[:4]
+        Array([ 0.,  8., 16., 24.], dtype=float32)
+    """
+    x = x.astype(check_wire_dtype(wire_dtype) or x.dtype)
+    if x.dtype.itemsize >= 4:
+        return jax.lax.psum_scatter(x, axis_name, scatter_dimension=dim, tiled=True)
+    count, bits = jax.lax.axis_size(axis_name), _BITS[x.dtype.itemsize]
+    rows = jnp.moveaxis(x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :]), dim, 0)
     mine = jax.lax.all_to_all(
         jax.lax.bitcast_convert_type(rows, bits), axis_name, split_axis=0, concat_axis=0
     )
-    values = jax.lax.bitcast_convert_type(mine, wire).astype(jnp.float32)
-    part = (jnp.sum(values, axis=0) / count).astype(wire)
-    whole = jax.lax.all_gather(
-        jax.lax.bitcast_convert_type(part, bits), axis_name, tiled=True, to="invarying"
-    )
-    return jax.lax.bitcast_convert_type(whole, wire)[: flat.size]
+    return jnp.sum(jax.lax.bitcast_convert_type(mine, x.dtype).astype(jnp.float32), axis=0)
+
+
+def join(
+    part: jax.Array, axis_name: AxisNames, *, dim: int = 0, to: str = "invarying"
+) -> jax.Array:
+    """Puts the parts that the devices of an axis hold together, for each of them: all-gather.
+
+    Guarantees:
+        - Each device sends (N-1)/N of the whole array's bytes; a narrow dtype stays narrow.
+
+    Args:
+        part: This device's part, any dtype.
+        axis_name: Mesh axis, or axes.
+        dim: The dim that was split.
+        to: "invarying" if the result is for all devices alike, "varying" if each shall go on with
+            a copy of its own.
+
+    Returns:
+        The whole array, N times as long in `dim`, of the same dtype.
+
+    Example:
+        >>> join = lambda x: jdp.collectives.join(x, "data")
+        >>> jax.shard_map(join, mesh=jdp.make_mesh(), in_specs=P("data"), out_specs=P())(
+        ...     jnp.arange(8)
+        ... )
+        Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
+    """
+    dtype, bits = part.dtype, _BITS.get(part.dtype.itemsize)
+    if bits is None or not jnp.issubdtype(dtype, jnp.floating):
+        return jax.lax.all_gather(part, axis_name, axis=dim, tiled=True, to=to)
+    sent = jax.lax.bitcast_convert_type(part, bits)
+    whole = jax.lax.all_gather(sent, axis_name, axis=dim, tiled=True, to=to)
+    return jax.lax.bitcast_convert_type(whole, dtype)

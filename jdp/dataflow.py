@@ -86,8 +86,13 @@ def is_literal(atom: Any) -> bool:
 
 def bodies(eqn: Any) -> list[Any]:
     """The programs inside an equation: a called function, a loop's body, branches."""
+    return inner_programs(eqn.params)
+
+
+def inner_programs(parameters: dict[str, Any]) -> list[Any]:
+    """The programs among the parameters of an equation."""
     found = []
-    for value in eqn.params.values():
+    for value in parameters.values():
         for inner in value if isinstance(value, (tuple, list)) else (value,):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
@@ -128,7 +133,8 @@ def _trace(
         if _sends(eqn, axes):
             names.append(eqn.primitive.name)
             union |= 0 if eqn.primitive.name in ("pmax", "pmin") else _SENT
-        union |= _PARAM if named(eqn, params) else 0
+        if named(eqn, params):  # how a parameter came about, gathered perhaps, is no matter
+            union = _PARAM
         scaled |= _scales(eqn, inputs)
         outputs = [union] * len(eqn.outvars)
         for body in bodies(eqn):

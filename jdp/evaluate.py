@@ -19,6 +19,7 @@ from jdp.loss import Mean, count_rows, is_mean, require_weights, weigh
 from jdp.mesh import AxisNames, data_axes
 from jdp.microbatch import Layout, lay_out, on_replicas, over_microbatches, sum_over, vary
 from jdp.pace import is_emulated, keep_pace
+from jdp.padded import map_logical, view
 
 
 def eval_step(
@@ -65,6 +66,7 @@ def eval_step(
     def call(params: Any, batch: Any, *, model_state: Any = None) -> Any:
         layout = lay_out(batch, mesh, axes, microbatch)
         local = functools.partial(_local, metric_fn, layout)
+        params = map_logical(view, params)
         return on_replicas(local, layout, P())(params, batch, None, model_state, None)
 
     if not is_emulated(mesh):

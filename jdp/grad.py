@@ -9,7 +9,8 @@ it on every replica over that replica's microbatches, inside one `shard_map`:
 
 Gradients come back as `PerReplica` values, scaled so that their plain mean is the gradient of
 the global loss. They are not sent here, least of all inside the loop over microbatches: what
-ends the replica axis is a transformation such as `jdp.all_reduce`.
+ends the replica axis is a transformation such as `jdp.all_reduce`. (The exception is asked for by
+a `Placement`, ZeRO-2's or 3's: gradients are then reduced where they arise, and come back split.)
 """
 
 import functools
@@ -25,18 +26,14 @@ from jax.sharding import PartitionSpec as P
 from jdp.dataflow import exchanges_behind
 from jdp.loss import Form, Mean, check_params, count_rows, is_mean, take_apart
 from jdp.mesh import AxisNames, data_axes
-from jdp.microbatch import (
-    Layout,
-    lay_out,
-    on_replicas,
-    over_microbatches,
-    sum_over,
-    vary,
-    varying_axes,
-)
-from jdp.replica import give_per_replica
+from jdp.microbatch import Layout, lay_out, on_replicas, over_microbatches, sum_over, varying_axes
+from jdp.padded import map_logical, view
+from jdp.remat import checkpoint_policy
+from jdp.replica import give_per_replica, give_reduced
+from jdp.split import Placement, mark
+from jdp.unshard import PARAMS, Split, Whole, as_stored, wide
 
-_PARAMS, _TOTAL, _WEIGHT = "jdp: parameters", "jdp: total of a loss", "jdp: weight of a loss"
+_TOTAL, _WEIGHT = "jdp: total of a loss", "jdp: weight of a loss"
 
 
 def value_and_grad(
@@ -45,7 +42,7 @@ def value_and_grad(
     *,
     axis: AxisNames | None = None,
     microbatch: int | None = None,
-    remat: bool | Callable[..., bool] = False,
+    remat: bool | str | Callable[..., bool] = False,
 ) -> Callable[..., Any]:
     """Takes a loss function to a function of its global value and its per-replica gradients.
 
@@ -72,16 +69,21 @@ def value_and_grad(
         mesh: The mesh.
         axis: Data axes; `None` finds them, see `jdp.data_axes`.
         microbatch: Examples per microbatch; `None` takes a replica's whole share as one.
-        remat: Recompute the forward pass in the backward pass: True, or a policy of
-            `jax.checkpoint_policies`.
+        remat: Recompute the forward pass in the backward pass: True, or what to keep of it, a
+            policy of `jax.checkpoint_policies` or its name, such as "dots_saveable".
 
     Returns:
-        `f(params, batch, key=None, *, model_state=None, shares=None)`, jitted, which returns
-        what `jax.value_and_grad` would: `(loss, grads)`, or `((loss, aux), grads)`, or
-        `((loss, aux, model_state), grads)`. Loss and aux are the same on all devices; leaves of
-        grads are `PerReplica`, shape [N, *param.shape]. `shares`, int32 of shape [N], gives
-        replica i only its first shares[i] microbatches, for devices of unequal speed; a number it
-        does not have makes the loss and every gradient NaN.
+        `f(params, batch, key=None, *, model_state=None, shares=None, loss_scale=None,
+        placement=None)`, jitted, which returns what `jax.value_and_grad` would: `(loss, grads)`,
+        or `((loss, aux), grads)`, or `((loss, aux, model_state), grads)`. Loss and aux are the
+        same on all devices; leaves of grads are `PerReplica`, shape [N, *param.shape].
+
+        `shares`, int32 of shape [N], gives replica i only its first shares[i] microbatches, for
+        devices of unequal speed; a number it does not have makes the loss and every gradient NaN.
+        `loss_scale`, a scalar, multiplies the gradients (not the loss that is returned), see
+        `jdp.dynamic_loss_scale`. `placement`, that of `jdp.zero2` or `jdp.zero3` (the attribute of
+        their state), makes grads plain arrays, reduced and split; without it, split parameters
+        are gathered once, before the loss.
 
     Raises:
         ValueError: If the batch does not divide, the loss is not a scalar or is averaged over
@@ -99,65 +101,108 @@ def value_and_grad(
         Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, 2020.
     """
     axes = data_axes(mesh, axis)
-    if remat:
-        loss_fn = jax.checkpoint(loss_fn, policy=None if remat is True else remat)
+    policy = checkpoint_policy(remat)
 
-    @jax.jit
+    @functools.partial(jax.jit, static_argnames="placement")
     def call(
-        params: Any, batch: Any, key: Any = None, *, model_state: Any = None, shares: Any = None
+        params: Any,
+        batch: Any,
+        key: Any = None,
+        *,
+        model_state: Any = None,
+        shares: Any = None,
+        loss_scale: Any = None,
+        placement: Placement | None = None,
     ) -> Any:
         check_params(params)
         layout = lay_out(batch, mesh, axes, microbatch)
-        if shares is not None and model_state is not None:
-            raise ValueError(
-                "shares and model_state exclude each other: model state is synchronised at every "
-                "microbatch, and replicas with fewer of them would leave the others waiting."
-            )
+        in_backward = placement if placement is not None and placement.in_backward else None
+        _check_shares(shares, model_state, in_backward, axes)
         seen: list[Form] = []  # what tracing finds out about the loss function
-        local = functools.partial(_local, loss_fn, layout, seen)
+        if in_backward is None:
+            params, treedef = map_logical(view, params), None
+            make, specs, grad_specs = Whole, None, P(axes)
+        else:
+            params, treedef = as_stored(params, in_backward)
+            grad_specs = [part.over(in_backward.axes) for part in in_backward.parts]
+            specs = (grad_specs if in_backward.stage == 3 else P()), P()
+            compute_dtype = getattr(loss_fn, "compute_dtype", None)
+            make = functools.partial(
+                Split, treedef=treedef, placement=in_backward, compute_dtype=compute_dtype
+            )
         run = on_replicas(
-            local,
+            functools.partial(_local, loss_fn, layout, policy, make, seen),
             layout,
-            (P(axes), P(), P(), P()),
+            (grad_specs, P(), P(), P()),
             check=lambda program: _check_exchanges(program, seen[0], axes),
+            params_specs=specs,
         )
-        grads, loss, aux, new_state = run(params, batch, key, model_state, shares)
+        given = (params, loss_scale), batch, key, model_state, shares
+        grads, loss, aux, new_state = run(*given)
         aux = jax.tree.map(lambda mean: mean.value, aux, is_leaf=is_mean)
         values: list[Any] = [loss.value, aux, new_state][: seen[0].values]
         # for other calls to be weighed against: a plain mean stands for its examples
         weight = loss.weight * (1 if seen[0].weighted else count_rows(batch) // layout.microbatches)
-        grads = give_per_replica(grads, weight, axes, mesh)
+        if in_backward is None:
+            grads = give_per_replica(grads, weight, axes, mesh)
+        else:
+            stored = [mark(g, p) for g, p in zip(grads, in_backward.parts, strict=True)]
+            grads = give_reduced(stored, weight, treedef)
         return (tuple(values) if len(values) > 1 else values[0]), grads
 
     return call
 
 
+def _check_shares(
+    shares: Any, model_state: Any, in_backward: Placement | None, axes: tuple[str, ...]
+) -> None:
+    if shares is None:
+        return
+    if model_state is not None:
+        raise ValueError(
+            "shares and model_state exclude each other: model state is synchronised at every "
+            "microbatch, and replicas with fewer of them would leave the others waiting."
+        )
+    if in_backward is not None:
+        raise ValueError(
+            f"shares and {in_backward.name} exclude each other: it reduces gradients over {axes} "
+            "at every microbatch, and replicas with fewer of them would leave the others waiting. "
+            'Use jdp.zero1, or jdp.zero2(..., reduce="step").'
+        )
+
+
 def _local(
     loss_fn: Callable[..., Any],
     layout: Layout,
+    policy: Any,
+    make: Callable[..., Whole | Split],
     seen: list[Form],
-    params: Any,
+    given: Any,
     batch: Any,
     key: Any,
     model_state: Any,
     shares: Any,
 ) -> Any:
-    """What one replica does: its gradient [1, *shape], and the global loss, aux and state."""
+    """What one replica does: its gradient, as `given` has it, and the global loss, aux, state."""
     axes = layout.axes
-    copies = vary(params, axes)
-    objective = functools.partial(_objective, loss_fn, layout, seen)
+    params, loss_scale = given
+    own = make(params, layout=layout)
+    first = jax.tree.map(lambda x: x[: x.shape[0] // layout.each], batch)
+    own.look_at(functools.partial(_call, loss_fn, rows=first, key=key, model_state=model_state))
+    objective = functools.partial(_objective, loss_fn, layout, seen, own, loss_scale)
+    if policy is not None or own.policy is not None:
+        objective = jax.checkpoint(objective, policy=own.policy(policy) if own.policy else policy)
     run = jax.value_and_grad(objective, has_aux=True)
 
     def work(rows: Any, key: Any, state: Any) -> tuple[Any, Any, Any]:
-        (_, (scalars, state)), grads = run(copies, rows, key, state)
-        if seen[0].weighted:
-            unit = _unit(scalars[0].weight)
+        (_, (scalars, unit, state)), grads = run(own.slots, rows, key, state)
+        if unit is not None:
             grads = jax.tree.map(lambda g: g.astype(wide(g)) * unit, grads)
         return grads, scalars, state
 
-    wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)  # noqa: E731
-    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=wide(p)), params)
-    grads, scalars, state = over_microbatches(work, batch, key, model_state, shares, layout, zeros)
+    grads, scalars, state = over_microbatches(
+        work, batch, key, model_state, shares, layout, own.zeros
+    )
     loss, aux = sum_over(scalars, axes)
     if shares is not None:  # more than there are, or fewer than none, must not pass for a mean
         valid = jax.lax.pmin(jnp.int32((shares[0] >= 0) & (shares[0] <= layout.each)), axes)
@@ -168,29 +213,23 @@ def _local(
         scale = jnp.where(loss.weight == 0, 0.0, scale)
     else:
         scale = 1 / layout.each  # known beforehand, so that nothing waits for the sum
-    if not (isinstance(scale, float) and scale == 1):
-        grads = jax.tree.map(lambda g: g.astype(wide(g)) * scale, grads)
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype)[None], grads, params)
-    return grads, loss, aux, state
+    return own.close(grads, scale), loss, aux, state
 
 
 def _objective(
     loss_fn: Callable[..., Any],
     layout: Layout,
     seen: list[Form],
-    params: Any,
+    own: Whole | Split,
+    loss_scale: Any,
+    slots: Any,
     rows: Any,
     key: Any,
     model_state: Any,
 ) -> tuple[Any, Any]:
-    """The total to differentiate, beside the scalars to add up and the next model state."""
+    """What to differentiate, beside the scalars to add up, their unit and the next model state."""
     axes = layout.axes
-    params = jax.tree.map(lambda p: checkpoint_name(p, _PARAMS), params)
-    # new nodes: flax.nnx lets only those Variables be updated that were made in this trace
-    rows, model_state = jax.tree.map(lambda x: x, (rows, model_state))
-    args = (params, rows) if key is None else (params, rows, key)
-    keywords = {} if model_state is None else {"model_state": model_state}
-    output = _call(loss_fn, args, keywords)
+    output = _call(loss_fn, own.give(slots, rows), rows, key, model_state)
     parts = take_apart(output, has_model_state=model_state is not None, batch=rows)
     seen[:] = [parts.form]
     if not set(axes) <= varying_axes(parts.loss.total):
@@ -206,11 +245,17 @@ def _objective(
     if parts.form.weighted:
         loss = Mean(loss.total, checkpoint_name(_constant(loss.weight), _WEIGHT))
     # as a mean, since a total may overflow a narrow dtype on its way back
-    mean = loss.total / _unit(loss.weight) if parts.form.weighted else loss.total
-    return mean, ((loss, parts.aux), parts.model_state)
+    unit = own.weigh(loss.weight) if parts.form.weighted else None
+    mean = loss.total if unit is None else loss.total / unit
+    mean = mean if loss_scale is None else mean * loss_scale
+    return mean, ((loss, parts.aux), unit, parts.model_state)
 
 
-def _call(loss_fn: Callable[..., Any], args: Any, keywords: Any) -> Any:
+def _call(loss_fn: Callable[..., Any], params: Any, rows: Any, key: Any, model_state: Any) -> Any:
+    # new nodes: flax.nnx lets only those Variables be updated that were made in this trace
+    rows, model_state = jax.tree.map(lambda x: x, (rows, model_state))
+    args = (params, rows) if key is None else (params, rows, key)
+    keywords = {} if model_state is None else {"model_state": model_state}
     try:
         return loss_fn(*args, **keywords)
     except TypeError as error:
@@ -224,22 +269,17 @@ def _call(loss_fn: Callable[..., Any], args: Any, keywords: Any) -> Any:
         ) from error
 
 
-def _unit(weight: jax.Array) -> jax.Array:
-    """What a microbatch's total is divided by while it is differentiated."""
-    return jax.lax.stop_gradient(jnp.where(weight > 0, weight, 1.0))
-
-
 def _check_exchanges(program: Any, form: Form, axes: tuple[str, ...]) -> None:
     """Refuses divisors that were already summed over the replicas."""
     if form.weighted:
-        if names := exchanges_behind(program, _WEIGHT, _PARAMS, axes).names:
+        if names := exchanges_behind(program, _WEIGHT, PARAMS, axes).names:
             raise ValueError(
                 f"The weight of the loss was already combined over the mesh axis {axes} "
                 f"({names[0]}). jdp sums totals and weights over the replicas; done twice, "
                 "the gradient would be too small by their number. Return this replica's own weight."
             )
         return
-    if exchanges_behind(program, _TOTAL, _PARAMS, axes).scaled:
+    if exchanges_behind(program, _TOTAL, PARAMS, axes).scaled:
         raise ValueError(
             "The loss function returns a plain scalar, multiplied or divided by a number that was "
             f"combined over the mesh axis {axes}, such as a count. Divided by the global count, "

@@ -72,12 +72,13 @@ def on_replicas(
     layout: Layout,
     out_specs: Any,
     check: Callable[[Any], None] = lambda program: None,
+    params_specs: Any = None,
 ) -> Callable[..., Any]:
     """Runs `local(params, batch, key, model_state, shares)` on each replica.
 
-    Params, key and model state are the same for all; batch and shares are split by their leading
-    dim. Axes of the mesh other than the data axes stay with the compiler. `check` is shown the
-    program before it is used.
+    Params (unless `params_specs` says otherwise), key and model state are the same for all; batch
+    and shares are split by their leading dim. Axes of the mesh other than the data axes stay with
+    the compiler. `check` is shown the program before it is used.
 
     Raises:
         ValueError: If replicas could reach a collective unequally often, which would hang.
@@ -89,11 +90,13 @@ def on_replicas(
         shares = check_shares(shares, layout)
         if any(mesh.axis_types[mesh.axis_names.index(a)] == AxisType.Explicit for a in axes):
             batch, shares = jax.tree.map(lambda x: jax.sharding.reshard(x, split), (batch, shares))
+            if params_specs is None:
+                params = jax.tree.map(lambda x: _gathered(x, mesh, axes), params)
         args = (params, batch, key, model_state, shares)
         mapped = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(P(), P(axes), P(), P(), P(axes)),
+            in_specs=(P() if params_specs is None else params_specs, P(axes), P(), P(), P(axes)),
             out_specs=out_specs,
             axis_names=set(axes),
         )
@@ -105,6 +108,17 @@ def on_replicas(
         return run_checked(mapped, check_all, *args)
 
     return run
+
+
+def _gathered(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
+    """A parameter whose Explicit type says that data axes split it, gathered from them."""
+    spec = jax.typeof(x).sharding.spec
+    left = P(*[None if set(_names(entry)) & set(axes) else entry for entry in spec])
+    return x if left == spec else jax.sharding.reshard(x, NamedSharding(mesh, left))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _check_lockstep(program: Any, axes: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdp import collectives
 from jdp.mesh import AnyMesh, AxisNames
-from jdp.replica import give_per_replica, take_per_replica, weight_of
+from jdp.replica import give_per_replica, take_per_replica, weight_of, widen
 
 BUCKET_BYTES = 25 * 2**20  # what PyTorch DDP has used since 2020
 
@@ -38,7 +38,8 @@ def all_reduce(
     all-gather); the mean is rounded to it once more on its way back.
 
     Guarantees:
-        - The result is the same bits on every device, in the dtype of the gradient.
+        - The result is the same bits on every device, in the dtype of the gradient or, where that
+          is narrower, in float32, in which norms and moments are to be taken.
         - With N devices each sends 2(N-1)/N of the gradient's bytes at the wire dtype.
         - Nothing is sent inside a loop, and a leaf is sent once.
         - With `wire_dtype=None` nothing is cast.
@@ -107,7 +108,7 @@ def all_reduce(
         rest = tuple(name for name in axes if name not in over)
         reduced = _on_each_device(average, mesh, axes, rest)(values)
         if not rest:
-            return reduced, state
+            return widen(reduced), state
         return give_per_replica(reduced, weight_of(updates), rest, mesh), state
 
     return optax.GradientTransformation(init, update)

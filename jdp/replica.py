@@ -32,18 +32,27 @@ _REMEDY = (
 )
 
 
+_SPLIT_REMEDY = (
+    "a gradient that was reduced in the backward pass and lies split over the devices. Give it to "
+    "the transformation that asked for it: jdp.zero2(...) or jdp.zero3(...), outermost but for "
+    "jdp.multi_steps, with clips and norms inside"
+)
+
+
 class _Described(type):
     """Makes JAX's own message about mismatched trees, which prints the type, say what to do."""
 
+    remedy: str
+
     def __repr__(cls) -> str:
-        return f"jdp.{cls.__name__} ({_REMEDY})"
+        return f"jdp.{cls.__name__} ({cls.remedy})"
 
 
-def _refuse(self: "PerReplica", *_: Any, **__: Any) -> Any:
+def _refuse(self: Any, *_: Any, **__: Any) -> Any:
     raise TypeError(
-        f"This value of shape {self.shape} is a jdp.PerReplica: {_REMEDY}. Computing with it as "
-        "if it were the average would train every replica on its own data. The plain array, with "
-        "its leading replica axis, is `.value`."
+        f"This value of shape {self.shape} is a jdp.{type(self).__name__}: {type(self).remedy}. "
+        "Computing with it as if it were the plain gradient would be wrong somewhere, silently. "
+        "The plain array, as it is stored, is `.value`."
     )
 
 
@@ -68,6 +77,7 @@ class PerReplica(metaclass=_Described):
         ((8, 3), 8)
     """
 
+    remedy = _REMEDY
     __slots__ = ("axes", "mesh", "value", "weight")
 
     def __init__(self, value: Any, weight: Any = None, *, axes: tuple[str, ...], mesh: AnyMesh):
@@ -108,6 +118,76 @@ class PerReplica(metaclass=_Described):
     __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = __neg__ = _refuse
     __floordiv__ = __abs__ = __bool__ = __len__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __array__ = __jax_array__ = __float__ = __getitem__ = __iter__ = _refuse
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Reduced(metaclass=_Described):
+    """A gradient reduced where it arose, on its way to the ZeRO stage that it was split for.
+
+    Args:
+        value: The mean gradient as the stage stores it, a global array or a `Padded` one.
+        weight: As of a `PerReplica`.
+    """
+
+    remedy = _SPLIT_REMEDY
+    __slots__ = ("value", "weight")
+
+    def __init__(self, value: Any, weight: Any = None) -> None:
+        self.value = value
+        self.weight = weight
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Children under the names value and weight."""
+        key = jax.tree_util.GetAttrKey
+        return ((key("value"), self.value), (key("weight"), self.weight)), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "Reduced":
+        """The inverse of flattening."""
+        return cls(*children)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the gradient."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the gradient."""
+        return self.value.dtype
+
+    def __repr__(self) -> str:
+        return f"Reduced({self.value!r})"
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = __neg__ = _refuse
+    __floordiv__ = __abs__ = __bool__ = __len__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __array__ = __jax_array__ = __float__ = __getitem__ = __iter__ = _refuse
+
+
+def is_reduced(leaf: Any) -> bool:
+    """Whether a node of a pytree is a `Reduced`; for `is_leaf`."""
+    return isinstance(leaf, Reduced)
+
+
+def is_gradient(leaf: Any) -> bool:
+    """Whether a node of a pytree is one that `jdp.value_and_grad` makes; for `is_leaf`."""
+    return isinstance(leaf, (PerReplica, Reduced))
+
+
+def give_reduced(values: list[Any], weight: Any, treedef: Any) -> Any:
+    """Wraps stored gradients, marked as not taken yet."""
+    marked = jax.tree.map(lambda value: checkpoint_name(value, UNREDUCED), values)
+    return treedef.unflatten([Reduced(value, weight) for value in marked])
+
+
+def take_reduced(updates: Any) -> Any:
+    """The stored gradients of a tree of `Reduced`, marked as taken."""
+    return jax.tree.map(
+        lambda leaf: jax.tree.map(lambda x: checkpoint_name(x, TAKEN), leaf.value),
+        updates,
+        is_leaf=is_reduced,
+    )
 
 
 def is_per_replica(leaf: Any) -> bool:
@@ -159,9 +239,14 @@ def take_per_replica(updates: Any, caller: str) -> tuple[Any, tuple[str, ...], A
     return values, first.axes, first.mesh
 
 
+def widen(tree: Any) -> Any:
+    """To float32 what is narrower: norms and moments of gradients are taken in it."""
+    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
+
+
 def weight_of(updates: Any) -> Any:
     """The weight that all leaves of a gradient share; `None` if they have none."""
-    weights = jax.tree.leaves(map_per_replica(lambda leaf: leaf.weight, updates))
+    weights = jax.tree.leaves(jax.tree.map(lambda g: g.weight, updates, is_leaf=is_gradient))
     return weights[0] if weights else None
 
 

@@ -7,6 +7,8 @@ Nothing here takes a gradient or sends one.
 """
 
 import functools
+import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +20,20 @@ from jax.sharding import PartitionSpec as P
 from jdp.accumulate import MultiStepsState
 from jdp.loss import check_params
 from jdp.mesh import replicate
+from jdp.padded import logical
+from jdp.precision import check_master
 from jdp.processes import broadcast as broadcast_values
 from jdp.processes import same_everywhere
 from jdp.replica import PerReplica, is_per_replica
+from jdp.split import (
+    Placement,
+    ZeroState,
+    find_placement,
+    split_params,
+    store,
+    stored_places,
+    user_specs,
+)
 
 
 class TrainState(NamedTuple):
@@ -83,27 +96,67 @@ def init_state(
         >>> int(state.step), state.params["w"].sharding.is_fully_replicated
         (0, True)
     """
-    if callable(params) and jax.tree.leaves(params) == [params]:  # not a model, a function
-        params = jax.jit(lambda: params(), out_shardings=NamedSharding(mesh, P()))()
+    make = params if callable(params) and jax.tree.leaves(params) == [params] else None
+    params = jax.eval_shape(make) if make else params  # not a model, a function
     check_params(params)
+    placement = _plan(tx, params, mesh)
+    params = params if placement else logical(params)
+    if make:
+        params = _born(make, placement, mesh)
     if key is not None and not hasattr(key, "dtype"):
         raise TypeError(
             f"jdp.init_state got key={key!r}, which is no random key. Use jax.random.key({key!r})."
         )
     given = {"params": params, "key": key, "model_state": model_state}
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)):
-        return _shapes(tx, mesh, given)
+        return _shapes(tx, mesh, given, placement)
     if jax.process_count() > 1:
         given = broadcast_values(given) if broadcast else given
         same_everywhere(given, "initial state")
+    if placement is not None:
+        given["params"] = split_params(given["params"], placement, mesh)
     placed = replicate(given, mesh)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), user_specs(placed["params"]):
         return jax.jit(functools.partial(_init, tx, _split(placed["params"])))(**placed)
 
 
-def _shapes(tx: optax.GradientTransformation, mesh: Mesh, given: Any) -> TrainState:
+def _plan(tx: optax.GradientTransformation, params: Any, mesh: Mesh) -> Placement | None:
+    """The placement of a stage that splits parameters; `None` if they stay whole."""
+    with jax.set_mesh(mesh), user_specs(params):
+        shapes = jax.eval_shape(lambda: logical(params))
+        opt_state = jax.eval_shape(tx.init, shapes)
+    check_master(shapes, opt_state)
+    placement = find_placement(opt_state)
+    if placement is not None and placement.count == 1:
+        warnings.warn(
+            f"{placement.name} over a single device along {placement.axes} saves nothing: all of "
+            "it lies there. The result is the same as without.",
+            stacklevel=3,
+        )
+    return placement if placement is not None and placement.stage == 3 else None
+
+
+def _born(make: Callable[[], Any], placement: Placement | None, mesh: Mesh) -> Any:
+    """Parameters made by a function where they will lie; no device makes more than its part."""
+    if placement is None:
+        return jax.jit(lambda: make(), out_shardings=NamedSharding(mesh, P()))()
+
+    def stored() -> Any:
+        leaves, treedef = jax.tree.flatten(make())
+        pairs = zip(leaves, placement.parts, strict=True)
+        return treedef.unflatten([store(leaf, part) for leaf, part in pairs])
+
+    places = stored_places(jax.eval_shape(stored), placement, mesh)
+    return jax.jit(stored, out_shardings=places)()
+
+
+def _shapes(
+    tx: optax.GradientTransformation, mesh: Mesh, given: Any, placement: Placement | None
+) -> TrainState:
     """The state as shapes with shardings, found out by compiling its making."""
     everywhere = NamedSharding(mesh, P())
+    if placement is not None:
+        given["params"] = split_params(given["params"], placement, mesh)
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(leaf, "sharding", None)
@@ -112,7 +165,7 @@ def _shapes(tx: optax.GradientTransformation, mesh: Mesh, given: Any) -> TrainSt
         return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=sharding)
 
     given = jax.tree.map(place, given)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), user_specs(given["params"]):
         making = jax.jit(functools.partial(_init, tx, _split(given["params"])))
         lowered = making.lower(**given)
         shardings = lowered.compile().output_shardings
@@ -141,6 +194,8 @@ def _mirror(split: Split, path: Any, leaf: Any) -> Any:
     It belongs to the parameter whose path its own ends with, if it has the same shape (behind the
     replica axis, if it has one).
     """
+    if isinstance(leaf, ZeroState):  # it has placed everything itself
+        return leaf
     value, axes = (leaf.value, (leaf.axes,)) if is_per_replica(leaf) else (leaf, ())
     end = jax.tree_util.keystr(path)
     for name in sorted(filter(end.endswith, split), key=len, reverse=True):
@@ -159,7 +214,9 @@ def _init(
     check_outermost(opt_state)
     if split:
         opt_state = jax.tree_util.tree_map_with_path(
-            functools.partial(_mirror, split), opt_state, is_leaf=is_per_replica
+            functools.partial(_mirror, split),
+            opt_state,
+            is_leaf=lambda x: is_per_replica(x) or isinstance(x, ZeroState),
         )
     state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, key, model_state)
     return jax.tree.map(_own, state)

@@ -8,21 +8,27 @@ the devices until they are read.
 """
 
 import functools
+import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from jdp.accumulate import MultiStepsState
 from jdp.dataflow import run_checked
+from jdp.finite import LossScaleState, SkipState, find_loss_scale
 from jdp.grad import value_and_grad
 from jdp.mesh import AxisNames
 from jdp.options import known_options, xla_options
 from jdp.order import check_order
 from jdp.pace import is_emulated, keep_pace
-from jdp.replica import PerReplica, is_per_replica
+from jdp.replica import PerReplica, Reduced, is_gradient
+from jdp.split import find_placement
 from jdp.state import TrainState, check_outermost
 
 
@@ -33,7 +39,7 @@ def train_step(
     *,
     axis: AxisNames | None = None,
     microbatch: int | None = None,
-    remat: bool | Callable[..., bool] = False,
+    remat: bool | str | Callable[..., bool] = False,
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> "TrainStep":
@@ -58,7 +64,7 @@ def train_step(
         mesh: The mesh.
         axis: Data axes; `None` finds them, see `jdp.data_axes`.
         microbatch: Examples per microbatch; `None` takes a replica's whole share as one.
-        remat: Recompute the forward pass in the backward pass: True, or a policy.
+        remat: Recompute the forward pass in the backward pass: True, a policy or its name.
         donate: Reuse the state's memory. False keeps the old state valid, as one may want in a
             notebook.
         compiler_options: XLA options; `None` takes `jdp.xla_options(mesh)`. One that this jaxlib
@@ -88,7 +94,13 @@ def train_step(
     def step(state: TrainState, batch: Any, shares: Any) -> tuple[TrainState, dict[str, Any]]:
         key = None if state.key is None else jax.random.fold_in(state.key, state.step)
         values, grads = grad_fn(
-            state.params, batch, key, model_state=state.model_state, shares=shares
+            state.params,
+            batch,
+            key,
+            model_state=state.model_state,
+            shares=shares,
+            loss_scale=find_loss_scale(state.opt_state),
+            placement=find_placement(state.opt_state),
         )
         loss, aux, model_state = (
             *(values if isinstance(values, tuple) else (values,)),
@@ -97,6 +109,7 @@ def train_step(
         )[:3]
         updates, opt_state = _update(tx, grads, state, loss)
         params = optax.apply_updates(state.params, updates)
+        model_state = _keep_if_skipped(model_state, state.model_state, opt_state)
         new = TrainState(state.step + 1, params, opt_state, state.key, model_state)
         return jax.tree.map(_strong, new), {"loss": loss, **_by_name(aux)}
 
@@ -125,6 +138,7 @@ def _update(
 ) -> tuple[Any, Any]:
     """tx.update, with a sentence for the commonest mistake."""
     check_outermost(state.opt_state)
+    _check_private(state.opt_state)
     forgotten = (
         "The optimizer received one gradient for each replica: nothing in the chain reduces them, "
         "or something that needs the mean stands before or around the reduction. Put "
@@ -132,14 +146,116 @@ def _update(
         "optax.partition: optax.chain(jdp.all_reduce(), ...)."
     )
     try:
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
+        updates, opt_state = _call(tx, grads, state, loss)
     except (TypeError, ValueError) as error:
-        if PerReplica.__name__ in str(error):
+        if any(kind.__name__ in str(error) for kind in (PerReplica, Reduced)):
             raise ValueError(forgotten) from error
         raise
-    if any(map(is_per_replica, jax.tree.leaves(updates, is_leaf=is_per_replica))):
+    if any(map(is_gradient, jax.tree.leaves(updates, is_leaf=is_gradient))):
         raise ValueError(forgotten)
+    _check_updates(updates, state.params)
     return updates, opt_state
+
+
+def _check_updates(updates: Any, params: Any) -> None:
+    """Updates must have the parameters' shapes: adding others would silently change those."""
+    olds = jax.tree_util.tree_flatten_with_path(params)[0]
+    for (path, old), new in zip(olds, jax.tree.leaves(updates), strict=False):
+        if jnp.shape(new) != jnp.shape(old):
+            raise ValueError(
+                f"The update of params{jax.tree_util.keystr(path)} has the shape {jnp.shape(new)}, "
+                f"but the parameter has {jnp.shape(old)}: a transformation changes shapes (as "
+                "optax.contrib.scale_by_distance_over_gradients does to scalars), and the "
+                "parameter would silently take on the new one."
+            )
+
+
+def _check_private(opt_state: Any) -> None:
+    """Refuses what would silently take rows of the mean gradient for examples."""
+    private = "DifferentiallyPrivateAggregateState"
+    is_private = lambda x: type(x).__name__ == private  # noqa: E731
+    if any(map(is_private, jax.tree.leaves(opt_state, is_leaf=is_private))):
+        raise ValueError(
+            "optax.contrib.differentially_private_aggregate (in dpsgd) clips the gradient of every "
+            "example, and a training step gives it the mean gradient: what it makes of that is not "
+            "private. Compute gradients example by example in a step of your own."
+        )
+
+
+def _call(
+    tx: optax.GradientTransformationExtraArgs, grads: Any, state: TrainState, loss: Any
+) -> tuple[Any, Any]:
+    """tx.update; where it fails, the name of the transformation that does."""
+    try:
+        return tx.update(grads, state.opt_state, state.params, value=loss)
+    except TypeError as error:
+        if "unexpected keyword argument 'value'" not in str(error):
+            raise _named(error) from error
+    except Exception as error:
+        raise _named(error) from error
+    # tracing has no effect that would have to be undone (optax.contrib.sam takes no extras)
+    return tx.update(grads, state.opt_state, state.params)
+
+
+def _named(error: Exception) -> Exception:
+    """An error that begins with the transformation in whose update it arose, if that is known."""
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [
+        code.co_qualname.split(".<locals>")[0]
+        for code in frames
+        if ".<locals>." in code.co_qualname and "optax" in code.co_filename
+    ]
+    inner = [
+        name for name in names if name not in ("chain", "named_chain", "with_extra_args_support")
+    ]
+    if not inner or PerReplica.__name__ in str(error) or Reduced.__name__ in str(error):
+        return error
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(
+        f"{inner[-1]}, a transformation of the chain, cannot be used in a training step as it is: "
+        f"{error} A step gives a transformation the mean gradient, the parameters, and the loss as "
+        "`value`; no function to evaluate elsewhere and no gradients of single examples. Call it "
+        "in a step of your own, see jdp.value_and_grad."
+    )
+
+
+def _keep_if_skipped(new: Any, old: Any, opt_state: Any) -> Any:
+    """Model state of before a step that was skipped: it may hold what made the gradient NaN.
+
+    Of several calls that `jdp.multi_steps` gathers, only the last one is known to be skipped.
+    """
+    is_skip = lambda x: isinstance(x, (SkipState, LossScaleState))  # noqa: E731
+    nodes = filter(is_skip, jax.tree.leaves(opt_state, is_leaf=is_skip))
+    if new is None or isinstance(opt_state, MultiStepsState):
+        return new
+    for node in nodes:
+        new = jax.tree.map(functools.partial(jnp.where, node.last_skipped), old, new)
+    return new
+
+
+def _check_kept(old: Any, new: Any) -> None:
+    """Says which leaf of the state changes its kind, so that its memory cannot be used again."""
+    kinds = [
+        [(jax.tree_util.keystr(path), jnp.shape(x), jnp.result_type(x)) for path, x in leaves]
+        for leaves in (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (old, new))
+    ]
+    if [name for name, *_ in kinds[0]] != [name for name, *_ in kinds[1]]:
+        names = {name for name, *_ in kinds[0]} ^ {name for name, *_ in kinds[1]}
+        raise ValueError(
+            f"state{min(names)} is in the state before a step or after it, but not both: a "
+            "transformation changes the structure of its state in the first update (as "
+            "optax.monitor does), and a step has to keep it. Leave that transformation out, and "
+            "measure with aux of the loss."
+        )
+    for (name, *before), (_, *after) in zip(*kinds, strict=True):
+        if before != after:
+            warnings.warn(
+                f"state{name} goes into the step as {before[1]} of shape {before[0]} and comes out "
+                f"as {after[1]} of shape {after[0]}: its memory cannot be reused for the new value "
+                "(donation has no effect), and the next step will be compiled anew. Make it come "
+                "out as it went in, or start with what comes out.",
+                stacklevel=5,
+            )
 
 
 class TrainStep:
@@ -213,7 +329,9 @@ class TrainStep:
             out_shardings=(places, None),
             compiler_options=self._options,
         )
-        check_order(jitted.trace(state, batch, shares).jaxpr.jaxpr, strict=True)
+        traced = jitted.trace(state, batch, shares)
+        check_order(traced.jaxpr.jaxpr, strict=True)
+        _check_kept(state, traced.out_info[0])
         return jitted, jax.tree.structure(state)
 
     def _explain(self, state: TrainState, batch: Any) -> None:

@@ -164,7 +164,7 @@ def test_bf16_parameters_keep_float32_sums():
     """A16, pytorch/pytorch#106395: 256 + 1 + 1 ... is 256 in bfloat16."""
     values = [256.0] + [1.0] * 15
     loss = lambda params, batch: jnp.mean(batch).astype(jnp.bfloat16) * params["w"]  # noqa: E731
-    tx = accumulating(optax.sgd(1.0), 16)
+    tx = accumulating(jdp.master_weights(optax.sgd(1.0)), 16)
     batches = [np.full(8, v, np.float32) for v in values]
     states = run(tx, batches, loss=loss, params={"w": jnp.zeros((), jnp.bfloat16)})
     assert states[-1].params["w"].dtype == jnp.bfloat16

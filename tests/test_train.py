@@ -451,7 +451,7 @@ def mixed_precision(params, batch):
 )
 def test_dtype_of_the_reduction(wire, dtype, large):
     """A17, google/jax#27496: as written, before any pass; a bf16 forward pass is not a bf16 sum."""
-    tx = optax.chain(jdp.all_reduce(wire_dtype=wire), optax.sgd(0.1))
+    tx = optax.chain(jdp.all_reduce(wire_dtype=wire), jdp.master_weights(optax.sgd(0.1)))
     params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
     step = jdp.train_step(mixed_precision, tx, mesh_of())
     text = step.lower(jdp.init_state(params, tx, mesh_of()), BATCH).as_text()
