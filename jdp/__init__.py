@@ -27,8 +27,11 @@ from jdp.finite import (
     skip_nonfinite,
 )
 from jdp.grad import value_and_grad
+from jdp.holdings import Holdings, holdings
 from jdp.loss import Mean
+from jdp.memory import Memory, memory
 from jdp.mesh import axis_size, data_axes, emulate_devices, make_mesh, replicate
+from jdp.offload import offload
 from jdp.options import known_options, xla_options
 from jdp.padded import Padded, logical
 from jdp.precision import MasterWeightsState, Precision, compute_in, master_weights
@@ -39,13 +42,15 @@ from jdp.restage import restage
 from jdp.split import Placement, ZeroState
 from jdp.state import TrainState, flush, init_state
 from jdp.train import TrainStep, train_step
-from jdp.unshard import gather_params
+from jdp.unshard import gather_params, layerwise
 from jdp.zero import zero1, zero2, zero3
 
 __all__ = [
+    "Holdings",
     "LossScaleState",
     "MasterWeightsState",
     "Mean",
+    "Memory",
     "MultiStepsState",
     "Padded",
     "PerReplica",
@@ -74,13 +79,17 @@ __all__ = [
     "flush",
     "gather_params",
     "global_norm",
+    "holdings",
     "init_state",
     "initialize",
     "known_options",
+    "layerwise",
     "logical",
     "make_mesh",
     "master_weights",
+    "memory",
     "multi_steps",
+    "offload",
     "replicate",
     "restage",
     "skip_nonfinite",

@@ -30,7 +30,7 @@ from jdp.microbatch import Layout, lay_out, on_replicas, over_microbatches, sum_
 from jdp.padded import map_logical, view
 from jdp.remat import checkpoint_policy
 from jdp.replica import give_per_replica, give_reduced
-from jdp.split import Placement, mark
+from jdp.split import Placement, check_axes, mark
 from jdp.unshard import PARAMS, Split, Whole, as_stored, wide
 
 _TOTAL, _WEIGHT = "jdp: total of a loss", "jdp: weight of a loss"
@@ -123,6 +123,7 @@ def value_and_grad(
             params, treedef = map_logical(view, params), None
             make, specs, grad_specs = Whole, None, P(axes)
         else:
+            check_axes(in_backward, axes)
             params, treedef = as_stored(params, in_backward)
             grad_specs = [part.over(in_backward.axes) for part in in_backward.parts]
             specs = (grad_specs if in_backward.stage == 3 else P()), P()

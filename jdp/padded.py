@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
@@ -77,11 +78,12 @@ class Padded:
         return self.value.sharding
 
     def __jax_array__(self) -> jax.Array:
-        spec = tuple(jax.typeof(self.value).sharding.spec)
+        sharding = jax.typeof(self.value).sharding
+        spec = tuple(sharding.spec)
         if self.dim < len(spec) and isinstance(spec[self.dim], (str, tuple)):
             # an Explicit type cannot be cut to an uneven length
             place = P(*spec[: self.dim], None, *spec[self.dim + 1 :])
-            value = jax.sharding.reshard(self.value, place)
+            value = jax.sharding.reshard(self.value, NamedSharding(sharding.mesh, place))
             return jax.lax.slice_in_dim(value, 0, self.length, axis=self.dim)
         return jax.lax.slice_in_dim(self.value, 0, self.length, axis=self.dim)
 

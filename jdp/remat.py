@@ -13,12 +13,18 @@ from typing import Any
 import jax
 from jax.extend.core.primitives import tanh_p
 
+from jdp.dataflow import inner_programs, named
+
+READ = "jdp: read from the whole copy"
+"""Name of a parameter that is not gathered but might be: it, too, is read again, not kept."""
+
 Policy = Callable[..., Any]
 """(primitive, *operands, **parameters) -> whether the result is kept."""
 
 # Operations that cost next to nothing and keep a parameter a parameter in another guise.
 _LAYOUT = frozenset(
     {
+        "bitcast_convert_type",
         "broadcast_in_dim",
         "convert_element_type",
         "copy",
@@ -109,9 +115,9 @@ def checkpoint_policy(remat: bool | str | Policy | None) -> Policy | None:
 def refuse_gathers(policy: Policy | None = None, shapes: Iterable[tuple[int, ...]] = ()) -> Policy:
     """Makes a policy keep no gathered parameter, so that the backward pass gathers it again.
 
-    Refused are the result of every all-gather, and of every cheap operation (cast, transpose,
-    reshape, slice, name) on something of the shape of a gathered parameter. All the rest is as
-    `policy` says.
+    Refused are the result of every all-gather (and of a custom gradient around one), and of every
+    cheap operation (cast, transpose, reshape, slice, name) on something of the shape of a gathered
+    parameter. All the rest is as `policy` says.
 
     Guarantees:
         - Between forward and backward pass a device holds its own part of a parameter only.
@@ -139,16 +145,26 @@ def refuse_gathers(policy: Policy | None = None, shapes: Iterable[tuple[int, ...
 
     def keeps(primitive: Any, *operands: Any, **parameters: Any) -> Any:
         name = primitive.name
-        refused = name.startswith("all_gather") or (
-            name in _LAYOUT and getattr(operands[0], "shape", None) in gathered
-        )
-        if not refused:
+        # a custom gradient is one operation here; nobody asks about what is inside
+        inside = [program for program in inner_programs(parameters) if _gathers(program)]
+        cheap = name in _LAYOUT and getattr(operands[0], "shape", None) in gathered
+        if not (cheap or inside or name.startswith("all_gather")):
             return otherwise(primitive, *operands, **parameters)
         # in program order, so what is made of this result is asked about later
-        gathered.update(_result_shapes(primitive, operands, parameters))
+        for program in inside:
+            gathered.update(tuple(out.aval.shape) for out in program.outvars)
+        if not inside:
+            gathered.update(_result_shapes(primitive, operands, parameters))
         return False
 
     return keeps
+
+
+def _gathers(program: Any) -> bool:
+    """Whether a program gathers something, or reads a parameter as if it did."""
+    return any(
+        eqn.primitive.name.startswith("all_gather") or named(eqn, READ) for eqn in program.eqns
+    )
 
 
 def _result_shapes(primitive: Any, operands: Any, parameters: Any) -> set[tuple[int, ...]]:

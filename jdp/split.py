@@ -220,6 +220,20 @@ def constrain(leaf: Any, part: Part, mesh: AnyMesh, axes: tuple[str, ...]) -> An
     return Padded(value, dim=leaf.dim, length=leaf.length) if is_padded(leaf) else value
 
 
+def whole_params(params: Any, placement: Placement) -> Any:
+    """Gathers parameters that were split over data axes, as a stage that keeps them whole wants."""
+
+    def one(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return leaf
+        spec = P(*_without(sharding.spec, (*placement.axes, *DATA_AXES)))
+        place = NamedSharding(sharding.mesh, spec)
+        return leaf if place.is_equivalent_to(sharding, leaf.ndim) else jax.device_put(leaf, place)
+
+    return jax.tree.map(one, params)
+
+
 def stored_places(stored: Any, placement: Placement, mesh: AnyMesh) -> Any:
     """The shardings of stored parameters, as a tree of their structure."""
     leaves, treedef = jax.tree.flatten(stored)
@@ -324,6 +338,26 @@ def find_placement(opt_state: Any) -> Placement | None:
             "the whole state: put it outermost, around optax.partition or optax.masked too."
         )
     return found[0].placement
+
+
+def check_count(leaves: Any, placement: Placement) -> None:
+    """Refuses a tree that is not one of the parameters that the stage was made for."""
+    if len(leaves) != len(placement.parts):
+        raise ValueError(
+            f"{placement.name} was made for {len(placement.parts)} parameters and has met a tree "
+            f"of {len(leaves)}. The state belongs to other parameters, or a transformation changes "
+            "the structure of the gradients. Make the state anew with jdp.init_state."
+        )
+
+
+def check_axes(placement: Placement, axes: tuple[str, ...]) -> None:
+    """Refuses gradients that do not differ along the axes they are to be split over."""
+    if missing := [name for name in placement.axes if name not in axes]:
+        raise ValueError(
+            f"{placement.name} splits over the axes {placement.axes}, but the gradients differ "
+            f"along {axes}, not along {missing[0]!r}. Give jdp.train_step or jdp.value_and_grad "
+            "the same axis, or split over one of theirs."
+        )
 
 
 @functools.cache

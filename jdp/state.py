@@ -33,6 +33,7 @@ from jdp.split import (
     store,
     stored_places,
     user_specs,
+    whole_params,
 )
 
 
@@ -100,40 +101,77 @@ def init_state(
     params = jax.eval_shape(make) if make else params  # not a model, a function
     check_params(params)
     placement = _plan(tx, params, mesh)
-    params = params if placement else logical(params)
+    splits = placement if placement is not None and placement.stage == 3 else None
+    params = params if splits else logical(params)
     if make:
-        params = _born(make, placement, mesh)
+        params = _born(make, splits, mesh)
     if key is not None and not hasattr(key, "dtype"):
         raise TypeError(
             f"jdp.init_state got key={key!r}, which is no random key. Use jax.random.key({key!r})."
         )
     given = {"params": params, "key": key, "model_state": model_state}
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)):
-        return _shapes(tx, mesh, given, placement)
+        return _shapes(tx, mesh, given, splits)
     if jax.process_count() > 1:
         given = broadcast_values(given) if broadcast else given
         same_everywhere(given, "initial state")
-    if placement is not None:
-        given["params"] = split_params(given["params"], placement, mesh)
+    if splits is not None:
+        given["params"] = split_params(given["params"], splits, mesh)
+    elif placement is not None:
+        given["params"] = whole_params(given["params"], placement)
     placed = replicate(given, mesh)
     with jax.set_mesh(mesh), user_specs(placed["params"]):
         return jax.jit(functools.partial(_init, tx, _split(placed["params"])))(**placed)
 
 
 def _plan(tx: optax.GradientTransformation, params: Any, mesh: Mesh) -> Placement | None:
-    """The placement of a stage that splits parameters; `None` if they stay whole."""
+    """The placement of the ZeRO stage; `None` if there is none."""
     with jax.set_mesh(mesh), user_specs(params):
         shapes = jax.eval_shape(lambda: logical(params))
         opt_state = jax.eval_shape(tx.init, shapes)
     check_master(shapes, opt_state)
     placement = find_placement(opt_state)
+    _check_whole(placement, shapes, opt_state)
     if placement is not None and placement.count == 1:
         warnings.warn(
             f"{placement.name} over a single device along {placement.axes} saves nothing: all of "
             "it lies there. The result is the same as without.",
             stacklevel=3,
         )
-    return placement if placement is not None and placement.stage == 3 else None
+    return placement
+
+
+def _check_whole(placement: Placement | None, params: Any, opt_state: Any) -> None:
+    """A ZeRO stage places all parameters, and nothing may come behind one that pads them."""
+    if placement is None:
+        return
+    paths = [
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]
+    ]
+    if missing := [path for path in paths if path not in placement.paths]:
+        raise ValueError(
+            f"{placement.name} stands inside another transformation that hides the parameter "
+            f"{missing[0]} from it (optax.partition or optax.masked): it could not place all of "
+            "the state. Put the stage outermost: it works around both of them."
+        )
+    padded = [
+        path for path, part in zip(placement.paths, placement.parts, strict=True) if part.padded
+    ]
+    if placement.stage == 3 and padded and not _ends_in_zero(opt_state):
+        raise ValueError(
+            f"A transformation stands behind {placement.name}, whose updates are split, and that "
+            f"of {padded[0]} is padded: a mean or a norm by rows would count what means nothing. "
+            f"Put it inside: {placement.name}(optax.chain(..., the transformation))."
+        )
+
+
+def _ends_in_zero(opt_state: Any) -> bool:
+    """Whether a ZeRO stage is the last link of the chain, or what stands around it acts as one."""
+    if isinstance(opt_state, ZeroState):
+        return True
+    if hasattr(opt_state, "inner_state"):
+        return _ends_in_zero(opt_state.inner_state)
+    return isinstance(opt_state, tuple) and bool(opt_state) and _ends_in_zero(opt_state[-1])
 
 
 def _born(make: Callable[[], Any], placement: Placement | None, mesh: Mesh) -> Any:
@@ -224,6 +262,7 @@ def _init(
 
 def _own(x: jax.Array) -> jax.Array:
     """A copy, so that the step may overwrite it, of a dtype that no later step promotes."""
+    x = x if hasattr(x, "dtype") else jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return jnp.copy(x)
     return jnp.array(x, dtype=x.dtype, copy=True)

@@ -28,7 +28,7 @@ from jdp.options import known_options, xla_options
 from jdp.order import check_order
 from jdp.pace import is_emulated, keep_pace
 from jdp.replica import PerReplica, Reduced, is_gradient
-from jdp.split import find_placement
+from jdp.split import ZeroState, find_placement
 from jdp.state import TrainState, check_outermost
 
 
@@ -142,12 +142,19 @@ def _update(
     forgotten = (
         "The optimizer received one gradient for each replica: nothing in the chain reduces them, "
         "or something that needs the mean stands before or around the reduction. Put "
-        "jdp.all_reduce() first, outside of wrappers such as optax.apply_if_finite and "
-        "optax.partition: optax.chain(jdp.all_reduce(), ...)."
+        "jdp.all_reduce() first, or a ZeRO stage outermost, outside of wrappers such as "
+        "optax.apply_if_finite and optax.partition: optax.chain(jdp.all_reduce(), ...), "
+        "jdp.zero1(...)."
     )
     try:
         updates, opt_state = _call(tx, grads, state, loss)
     except (TypeError, ValueError) as error:
+        if ZeroState.__name__ in str(error):
+            raise ValueError(
+                f"The state was made for {_name(state.opt_state)} and the step has another "
+                "transformation. Convert the state with jdp.restage(state, like), where like is "
+                "jdp.init_state(params, tx, mesh) for this tx."
+            ) from error
         if any(kind.__name__ in str(error) for kind in (PerReplica, Reduced)):
             raise ValueError(forgotten) from error
         raise
@@ -170,6 +177,11 @@ def _check_updates(updates: Any, params: Any) -> None:
             )
 
 
+def _name(opt_state: Any) -> str:
+    placement = find_placement(opt_state)
+    return placement.name if placement else "another transformation"
+
+
 def _check_private(opt_state: Any) -> None:
     """Refuses what would silently take rows of the mean gradient for examples."""
     private = "DifferentiallyPrivateAggregateState"
@@ -187,14 +199,15 @@ def _call(
 ) -> tuple[Any, Any]:
     """tx.update; where it fails, the name of the transformation that does."""
     try:
-        return tx.update(grads, state.opt_state, state.params, value=loss)
-    except TypeError as error:
-        if "unexpected keyword argument 'value'" not in str(error):
-            raise _named(error) from error
+        try:
+            return tx.update(grads, state.opt_state, state.params, value=loss)
+        except TypeError as error:
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+        # tracing has no effect that would have to be undone (optax.contrib.sam takes no extras)
+        return tx.update(grads, state.opt_state, state.params)
     except Exception as error:
         raise _named(error) from error
-    # tracing has no effect that would have to be undone (optax.contrib.sam takes no extras)
-    return tx.update(grads, state.opt_state, state.params)
 
 
 def _named(error: Exception) -> Exception:

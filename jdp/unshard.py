@@ -13,24 +13,25 @@ and be put together there by `gather_params`. Nothing here knows an optimizer.
 import functools
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.core import Tracer
 
 from jdp import collectives
-from jdp.dataflow import bodies, inner_programs, is_literal, named
+from jdp.dataflow import bodies, is_literal, named
 from jdp.microbatch import Layout, vary
 from jdp.padded import is_padded, lengthen, stored_array
-from jdp.remat import refuse_gathers
-from jdp.split import Part, Placement, on_user_axes, store
+from jdp.remat import READ, checkpoint_policy, refuse_gathers
+from jdp.split import Part, Placement, check_count, on_user_axes, store
 
 PARAMS = "jdp: parameters"
 _GATHER = "jdp: gathered here"
 _LEAF = "jdp: leaf "
 _CHECKPOINT = ("checkpoint", "remat2", "remat")
+_looking: ContextVar[bool] = ContextVar("_looking", default=False)  # see `Split.look_at`
 
 
 def gather_params(tree: Any) -> Any:
@@ -67,7 +68,7 @@ def gather_params(tree: Any) -> Any:
     def one(leaf: Any) -> Any:
         if isinstance(leaf, Shard):
             return checkpoint_name(_whole(leaf.slot, leaf.source, leaf.how), PARAMS)
-        return checkpoint_name(leaf, _GATHER) if isinstance(leaf, Tracer) else leaf
+        return checkpoint_name(leaf, _GATHER) if _looking.get() else leaf
 
     return jax.tree.map(one, tree, is_leaf=is_shard)
 
@@ -82,6 +83,7 @@ class _How(NamedTuple):
     gathers: bool
     compute_dtype: Any
     wire_dtype: Any
+    slot_dtype: Any
 
     def spec(self, ndim: int) -> tuple[Any, ...]:
         """What the user's axes split, of the `ndim` dims that are left."""
@@ -156,7 +158,7 @@ def _whole(slot: jax.Array, source: jax.Array, how: _How) -> jax.Array:
     del slot
     source = source.astype(how.compute_dtype or source.dtype)
     if not how.gathers:
-        return source
+        return checkpoint_name(source, READ)
     dim = source.ndim + how.dim
     join = functools.partial(collectives.join, axis_name=how.split, dim=dim, to="varying")
     whole = on_user_axes(join, how.spec(source.ndim))(source)
@@ -174,10 +176,52 @@ def _whole_backward(how: _How, _: Any, grad: jax.Array) -> Any:
         collectives.sum_scatter, axis_name=how.split, dim=dim, wire_dtype=how.wire_dtype
     )
     part = on_user_axes(scatter, how.spec(grad.ndim))(grad)
-    return part.astype(jnp.promote_types(part.dtype, jnp.float32)), None
+    return part.astype(how.slot_dtype), None
 
 
 _whole.defvjp(_whole_forward, _whole_backward)
+
+
+def layerwise(body: Callable[..., Any], remat: bool | str | Callable[..., Any] = False) -> Any:
+    """Makes the body of a scan over layers gather its parameters itself, and again going back.
+
+    `jax.lax.scan(jdp.layerwise(body), x, layers)` is a scan in which a device holds, under
+    `jdp.zero3`, one whole layer at a time: it is gathered before the layer is computed, freed
+    after, and gathered again in the backward pass, where its gradient is reduced (under
+    `jdp.zero2` as well). Under other stages and on one device nothing is changed but by `remat`.
+
+    Guarantees:
+        - Neither whole parameters nor whole gradients of more than one layer are kept. (A
+          `gather_params` in a body without `jax.checkpoint` would keep all layers for the
+          backward pass.)
+
+    Args:
+        body: `body(carry, layer)`, as `jax.lax.scan` takes it; parameters are gathered wherever
+            they stand in `layer`.
+        remat: What else to compute again in the backward pass, see `jdp.value_and_grad`.
+
+    Returns:
+        The body to be scanned.
+
+    Example:
+        >>> def loss_fn(params, x):
+        ...     body = lambda x, layer: (jnp.tanh(x @ layer["w"]), None)
+        ...     return jnp.mean(jax.lax.scan(jdp.layerwise(body), x, params["layers"])[0] ** 2)
+        >>> params = {"layers": {"w": jnp.ones((4, 16, 16))}}
+        >>> loss, _ = jdp.value_and_grad(loss_fn, jdp.make_mesh())(params, jnp.ones((8, 16)))
+        >>> float(loss)
+        1.0
+
+    References:
+        Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, 2023.
+    """
+
+    @functools.wraps(body)
+    def gathering(carry: Any, layer: Any) -> Any:
+        return body(carry, gather_params(layer))
+
+    policy = refuse_gathers(checkpoint_policy(remat))
+    return jax.checkpoint(gathering, policy=policy)
 
 
 def _cut(x: jax.Array, length: int, dim: int) -> jax.Array:
@@ -236,6 +280,8 @@ class Split:
                 placement.stage == 3,
                 compute_dtype,
                 placement.wire_dtype,
+                # one gradient alone is rounded as an all-reduce rounds it; sums are float32
+                leaf.dtype if layout.each == 1 else wide(leaf),
             )
             for leaf, part in zip(stored, placement.parts, strict=True)
         ]
@@ -254,16 +300,7 @@ class Split:
                     for length in (part.size, part.stored)
                     for i in range(part.dim + 1)
                 }
-        keeps = refuse_gathers(policy, shapes)
-
-        def keeps_too(primitive: Any, *operands: Any, **parameters: Any) -> Any:
-            # `_whole` is one operation for a policy, which is not asked about the gather inside
-            inner = inner_programs(parameters)
-            if any(eqn.primitive.name == "all_gather" for body in inner for eqn in body.eqns):
-                return False
-            return keeps(primitive, *operands, **parameters)
-
-        return keeps_too
+        return refuse_gathers(policy, shapes)
 
     def _slot(self, i: int) -> jax.Array:
         """Zeros of the shape of a part; a parameter that is not split stands for itself."""
@@ -272,7 +309,7 @@ class Split:
             return source
         shape = list(source.shape)
         shape[part.dim] = part.stored // self._placement.count
-        return vary(jnp.zeros(shape, wide(source)), self._layout.axes)
+        return vary(jnp.zeros(shape, self._hows[i].slot_dtype), self._layout.axes)
 
     def give(self, slots: list[jax.Array], rows: Any) -> Any:
         """The parameters for the loss function of these rows."""
@@ -316,7 +353,11 @@ class Split:
             ]
             return jax.tree.leaves(call(self._treedef.unflatten(leaves)))
 
-        program = jax.make_jaxpr(marked)(self.slots).jaxpr
+        token = _looking.set(True)
+        try:
+            program = jax.make_jaxpr(marked)(self.slots).jaxpr
+        finally:
+            _looking.reset(token)
         starts = {
             eqn.outvars[0]: int(eqn.params["name"].removeprefix(_LEAF))
             for eqn in program.eqns
@@ -351,6 +392,7 @@ class Split:
 def as_stored(params: Any, placement: Placement) -> tuple[list[jax.Array], Any]:
     """Parameters as plain arrays: as they are stored in stage 3, whole in stage 2."""
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_padded)
+    check_count(leaves, placement)
     if placement.stage < 3:
         return leaves, treedef
     stored = [

@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp import collectives
-from jdp.mesh import AnyMesh, AxisNames, ambient_mesh, axis_size, data_axes
+from jdp.mesh import AnyMesh, AxisNames, ambient_mesh, axis_size, data_axes, is_whole
 from jdp.padded import is_padded, map_logical, stored_array, view
 from jdp.replica import (
     is_gradient,
@@ -43,6 +43,8 @@ from jdp.split import (
     Placement,
     ZeroState,
     abstract,
+    check_axes,
+    check_count,
     choose_part,
     constrain,
     explicit_part,
@@ -226,7 +228,23 @@ def zero3(
 def _zero(
     inner: optax.GradientTransformation, stage: _Stage
 ) -> optax.GradientTransformationExtraArgs:
+    name = f"jdp.zero{stage.number}"
+    if not hasattr(inner, "init") or not hasattr(inner, "update"):
+        raise TypeError(
+            f"{name} was given a {type(inner).__name__} where an optax transformation belongs, "
+            f"such as {name}(optax.adamw(3e-4))."
+        )
+    if stage.axis is not None and not stage.axis:
+        raise ValueError(
+            f"{name}(axis={stage.axis!r}) would split over nothing. Name the axes, or leave axis "
+            "out to split over all data axes."
+        )
     collectives.check_wire_dtype(stage.wire_dtype)
+    if not is_whole(stage.min_size) or stage.min_size < 0:
+        raise ValueError(
+            f"{name}(min_size={stage.min_size!r}) must be a whole number of "
+            "elements; arrays of fewer stay whole on every device, and 0 splits all."
+        )
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> Any:
@@ -345,9 +363,11 @@ def _globally(compute: Callable[..., Any], placement: Placement, mesh: AnyMesh) 
     """
     axes = placement.axes
 
+    def spec(path: Any, leaf: Any) -> P:
+        return full_spec(placement.part_of(path, leaf.shape), axes) if leaf.shape else P()
+
     def place(path: Any, leaf: Any) -> NamedSharding:
-        part = placement.part_of(path, leaf.shape) if leaf.shape else None
-        return explicit_part(NamedSharding(mesh, full_spec(part, axes) if part else P()))
+        return explicit_part(NamedSharding(mesh, spec(path, leaf)))
 
     def run(*args: Any) -> Any:
         if not is_explicit(mesh):
@@ -369,7 +389,23 @@ def _globally(compute: Callable[..., Any], placement: Placement, mesh: AnyMesh) 
             for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
             if kind == AxisType.Explicit
         ]
-        return jax.sharding.auto_axes(compute, axes=tuple(names), out_sharding=places)(*args)
+        run = _on_auto_axes(compute, spec) if len(names) < len(mesh.axis_names) else compute
+        return jax.sharding.auto_axes(run, axes=tuple(names), out_sharding=places)(*args)
+
+    return run
+
+
+def _on_auto_axes(compute: Callable[..., Any], axes_of: Callable[..., P]) -> Any:
+    """The same function, its results split over the user's Auto axes as well."""
+
+    def run(*args: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: jax.tree.map(
+                lambda x: jax.lax.with_sharding_constraint(x, axes_of(path, leaf)), leaf
+            ),
+            compute(*args),
+            is_leaf=is_padded,
+        )
 
     return run
 
@@ -377,7 +413,7 @@ def _globally(compute: Callable[..., Any], placement: Placement, mesh: AnyMesh) 
 def _store(updates: Any, placement: Placement) -> Any:
     """Logical arrays, one for each parameter, as they are stored."""
     leaves, treedef = jax.tree.flatten(updates, is_leaf=is_padded)
-    _check_structure(leaves, placement)
+    check_count(leaves, placement)
     pairs = zip(leaves, placement.parts, strict=True)
     return treedef.unflatten([store(leaf, part) for leaf, part in pairs])
 
@@ -390,19 +426,10 @@ def _store_state(state: Any, placement: Placement) -> Any:
     )
 
 
-def _check_structure(leaves: Any, placement: Placement) -> None:
-    if len(leaves) != len(placement.parts):
-        raise ValueError(
-            f"{placement.name} was made for {len(placement.parts)} parameters and has met a tree "
-            f"of {len(leaves)}. The state belongs to other parameters, or a transformation changes "
-            "the structure of the gradients. Make the state anew with jdp.init_state."
-        )
-
-
 def _split(params: Any, placement: Placement, mesh: AnyMesh) -> Any:
     """Whole parameters, or reduced gradients, as they are stored when split; nothing is sent."""
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_padded)
-    _check_structure(leaves, placement)
+    check_count(leaves, placement)
     stored = [
         constrain(leaf if is_padded(leaf) else store(leaf, part), part, mesh, placement.axes)
         for leaf, part in zip(leaves, placement.parts, strict=True)
@@ -419,14 +446,9 @@ def _reduce(updates: Any, params: Any, placement: Placement) -> tuple[Any, AnyMe
         mesh = ambient_mesh(updates) or ambient_mesh(params) or placement.mesh
         return _split(widen(updates), placement, mesh), mesh
     values, axes, mesh = take_per_replica(updates, placement.name)
-    if missing := [name for name in placement.axes if name not in axes]:
-        raise ValueError(
-            f"{placement.name} splits over the axes {placement.axes}, but the gradients differ "
-            f"along {axes}, not along {missing[0]!r}. Give jdp.train_step or jdp.value_and_grad "
-            "the same axis, or split over one of theirs."
-        )
+    check_axes(placement, axes)
     values, treedef = jax.tree.flatten(values)
-    _check_structure(values, placement)
+    check_count(values, placement)
 
     def local(values: list[jax.Array]) -> list[jax.Array]:
         return reduce_parts([value[0] for value in values], placement, axes)
