@@ -149,21 +149,21 @@ def lengthen(x: Any, length: int, dim: int) -> Any:
 
 
 def put(x: Any, like: Any) -> Any:
-    """A logical array, of a device or the host, stored and placed as `like` is.
+    """A copy of a logical array, of a device or the host, stored and placed as `like` is.
 
     Host arrays go part by part: no device ever holds a whole one.
     """
     target = stored_array(like)
 
     def store(x: Any) -> Any:
-        x = view(x)
+        x = view(x) if isinstance(x, np.ndarray) else jnp.copy(view(x))
         return lengthen(x, target.shape[like.dim], like.dim) if is_padded(like) else x
 
     array = stored_array(x)
     if isinstance(array, jax.Array) and array.sharding.device_set == target.sharding.device_set:
         stored = jax.jit(store, out_shardings=target.sharding)(x)
     elif isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        stored = jax.device_put(x, target.sharding)
+        stored = jax.device_put(jnp.copy(x), target.sharding)
     else:
         host = store(np.array(x))  # a copy: a device may keep the caller's memory as its own
         stored = jax.make_array_from_callback(host.shape, target.sharding, lambda i: host[i])

@@ -31,7 +31,7 @@ def restage(state: Any, like: Any) -> Any:
     The mean is what such values stand for: they are averaged over replicas in the end.
 
     Guarantees:
-        - Values are the same bits, but for means over replicas.
+        - Values are the same bits, but for means over replicas; the old state stays valid.
         - No device holds more than its part of what `like` splits.
 
     Args:

@@ -1,4 +1,4 @@
-"""The code in README.md and PITFALLS.md runs, and says what it claims."""
+"""The code in the documentation runs, and says what it claims."""
 
 import re
 
@@ -23,6 +23,15 @@ def test_readme_example_learns():
 
 def test_every_pitfall_is_as_described():
     assert "refuses" in _run("PITFALLS.md")
+
+
+def test_the_guide_to_memory(capsys):
+    """Its code runs, every stage says what it holds, and the last ones hold less."""
+    names = _run("docs/memory.md")
+    printed = capsys.readouterr().out
+    assert printed.count("temporaries:") == 4
+    held = [names["jdp"].holdings(names[name]).total for name in ("state", "moved")]
+    assert 0 < held[1] < held[0]
 
 
 @pytest.mark.parametrize("command", ["make demo", "make test"])

@@ -394,3 +394,58 @@ def test_b12_samplers_that_loop_inside_run(mesh, name):
 
     want = jax.jit(jax.value_and_grad(reference))(PARAMS)
     assert_close((loss, mean_gradient(grads)), want, rtol=3e-6)
+
+
+def test_a18_integers_do_not_carry_a_mean(mesh):
+    """A18, sgl-project/sglang#40084: eight int8 100s add up to 32, and their mean to 4."""
+    wrapped = jnp.full((8, 4), 100, jnp.int8).sum(0, dtype=jnp.int8)
+    assert int(wrapped[0]) == 32
+    for make in (
+        jdp.all_reduce,
+        lambda wire_dtype: jdp.zero1(optax.sgd(1.0), wire_dtype=wire_dtype),
+    ):
+        with pytest.raises(ValueError, match="wire_dtype=int8 cannot carry a mean"):
+            make(wire_dtype=jnp.int8)
+    # magnitudes that differ by 128 between replicas: within the wire's rounding, and the same
+    values = jnp.ones((8, 64)) * 2.0 ** jnp.arange(8)[:, None] * jnp.linspace(0.1, 1, 64)
+    mean = functools.partial(jdp.collectives.mean, axis_name="data", wire_dtype=jnp.bfloat16)
+    on_all = jax.shard_map(lambda v: mean(v[0]), mesh=mesh, in_specs=P("data"), out_specs=P())
+    got = on_all(values)
+    assert_same_copies(got)
+    want = np.asarray(values, np.float64).mean(0)
+    assert np.abs(np.asarray(got) - want).max() <= 2**-7 * want.max()
+
+
+@pytest.mark.parametrize("stage", [None, jdp.zero1, jdp.zero3])
+def test_a19_a_narrow_wire_loses_no_component(mesh, stage):
+    """A19, pytorch/pytorch#48670: dropping the smaller coordinate stalls it at 3.516 of 3.351."""
+    start, steps = jnp.array([3.0, 3.8]), 400
+
+    def loss_fn(params, batch):
+        curves = jnp.array([1.0, 1e-3]) * params["w"] ** 2
+        return jnp.mean(jnp.sum(curves) + 0 * batch)
+
+    def run(tx):
+        step = jdp.train_step(loss_fn, tx, mesh)
+        many = jax.jit(
+            lambda state, batch: jax.lax.fori_loop(0, steps, lambda _, s: step(s, batch)[0], state)
+        )
+        return np.asarray(many(jdp.init_state({"w": start}, tx, mesh), np.ones(8)).params["w"])
+
+    def top_1(updates, state, params=None):  # what a compressor without a memory does
+        return jax.tree.map(
+            lambda g: jnp.where(jnp.abs(g) == jnp.abs(g).max(), g, 0), updates
+        ), state
+
+    sgd = optax.sgd(0.1)
+    forgets = optax.GradientTransformation(lambda p: optax.EmptyState(), top_1)
+    exact = run(optax.chain(jdp.all_reduce(), sgd))
+    stalled = run(optax.chain(jdp.all_reduce(), forgets, sgd))
+    assert abs(stalled[1] - exact[1]) > 0.01
+    wire = {"wire_dtype": jnp.bfloat16}
+    tx = (
+        optax.chain(jdp.all_reduce(**wire), sgd)
+        if stage is None
+        else stage(sgd, min_size=0, **wire)
+    )
+    np.testing.assert_allclose(run(tx), exact, rtol=2**-8, atol=1e-6)
