@@ -188,8 +188,12 @@ def _local(
     axes = layout.axes
     params, loss_scale = given
     own = make(params, layout=layout)
-    first = jax.tree.map(lambda x: x[: x.shape[0] // layout.each], batch)
-    own.look_at(functools.partial(_call, loss_fn, rows=first, key=key, model_state=model_state))
+
+    def call(params: Any) -> Any:
+        first = jax.tree.map(lambda x: x[: x.shape[0] // layout.each], batch)
+        return _call(loss_fn, params, first, key, model_state)
+
+    own.look_at(call)
     objective = functools.partial(_objective, loss_fn, layout, seen, own, loss_scale)
     if policy is not None or own.policy is not None:
         objective = jax.checkpoint(objective, policy=own.policy(policy) if own.policy else policy)

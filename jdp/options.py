@@ -23,6 +23,17 @@ from jdp.mesh import AxisNames, axis_size, data_axes
 
 Option = bool | int | float | str
 
+# What lets an all-reduce run beside compute, by `device_kind`. On v5e a part of it is put into each
+# fusion that follows; other compilers refuse that or, before libtpu 0.0.50, warn of nothing and may
+# make programs that hang or are wrong. On v6e it is left to the SparseCores.
+_BESIDE_COMPUTE: dict[str, dict[str, Option]] = {
+    "TPU v5 lite": {
+        "xla_enable_async_all_reduce": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+    },
+    "TPU v6 lite": {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": True},
+}
+
 # Whether a platform's compiler knows an option: a fact of the installed jaxlib, found out once.
 _known: dict[tuple[str, str], bool] = {}
 
@@ -31,30 +42,35 @@ def xla_options(
     mesh: Mesh,
     *,
     axis: AxisNames | None = None,
-    bucket_bytes: int = 25 * 2**20,
+    bucket_bytes: int | None = None,
 ) -> dict[str, Option]:
     """Compiler options that bucket gradient communication and run it under compute.
 
-    The platform of the mesh's devices decides:
+    The devices of the mesh decide:
 
-        cpu   nothing: XLA:CPU combines everything and runs nothing asynchronously
-        tpu   combine all-reduces up to `bucket_bytes`, run them inside the backward's fusions
-        gpu   combine all-reduces up to `bucket_bytes`, reduce-scatters up to `bucket_bytes` of
-              input, and fetch the next layer's all-gather early in scanned layers
+        cpu      nothing: XLA:CPU combines everything and runs nothing asynchronously
+        tpu v5e  combine all-reduces up to `bucket_bytes`, run them inside the backward's fusions
+        tpu v6e  combine all-reduces up to `bucket_bytes`, run them on the SparseCores
+        tpu      combine all-reduces up to `bucket_bytes`, if given: none runs under compute
+        gpu      combine all-reduces up to `bucket_bytes`, reduce-scatters up to `bucket_bytes` of
+                 input, and fetch the next layer's all-gather early in scanned layers
 
     **Guarantees:**
         - The options change when bytes are sent and in how many pieces, never which bytes.
         - A platform not listed above gets no options.
 
-    On TPU (v5e, as compiled) only an all-reduce of a single leaf runs under compute; a bucket of
-    several leaves stops it. Leaves larger than `bucket_bytes` are alone, so a model whose layers
-    are smaller than the default is hidden better with a bucket of the size of its usual leaf.
+    On TPU v5e, as compiled, only an all-reduce of a single leaf runs under compute; a bucket of
+    several leaves stops it. Its default bucket is therefore small: it joins what is too small to
+    be worth a start of its own. On a square slice (4x4, 8x8, 16x16) the compiler makes an
+    all-reduce of a reduce-scatter, so this goes for `jdp.zero1` to `jdp.zero3` as well. Parameters
+    are gathered under compute there without any option.
 
     Args:
         mesh: The mesh the step runs on; its devices may be those of an ahead-of-time topology.
         axis: Mesh axis, or axes, the replicas lie along; `None` finds them by name.
         bucket_bytes: Bytes of gradient sent together, per replica. Smaller buckets start earlier,
-            larger ones use the wire better. A single larger leaf is a bucket of its own.
+            larger ones use the wire better. A single larger leaf is a bucket of its own. `None`
+            takes 4 MiB on TPU v5e and v6e, 25 MiB on GPU, and the compiler's choice on other TPUs.
 
     Returns:
         A new dictionary from option to value, to be passed as `jax.jit(compiler_options=...)`,
@@ -68,16 +84,16 @@ def xla_options(
         >>> jdp.xla_options(jdp.make_mesh(), bucket_bytes=4 * 2**20)  # on CPU
         {}
     """
-    bucket_bytes = _validate_bucket_bytes(bucket_bytes)
-    platform = _platform(mesh)
+    device = mesh.devices.flat[0]
+    platform, beside = device.platform, _BESIDE_COMPUTE.get(device.device_kind, {})
+    if bucket_bytes is not None:
+        bucket_bytes = _validate_bucket_bytes(bucket_bytes)
+    elif platform == "tpu" and not beside:
+        return {}
+    else:
+        bucket_bytes = 4 * 2**20 if platform == "tpu" else 25 * 2**20
     if platform == "tpu":
-        return {
-            "xla_jf_crs_combiner_threshold_in_bytes": bucket_bytes,
-            "xla_enable_async_all_reduce": True,
-            "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
-            "xla_tpu_enable_data_parallel_all_reduce_opt": True,
-            "xla_tpu_data_parallel_opt_different_sized_ops": True,
-        }
+        return {"xla_jf_crs_combiner_threshold_in_bytes": bucket_bytes, **beside}
     if platform in ("gpu", "cuda"):
         num_replicas = axis_size(mesh, data_axes(mesh, axis))
         return {

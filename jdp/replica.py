@@ -56,8 +56,31 @@ def _refuse(self: Any, *_: Any, **__: Any) -> Any:
     )
 
 
+class _Value(metaclass=_Described):
+    """What both kinds of gradients have in common: no arithmetic."""
+
+    remedy = ""
+    __slots__ = ()
+    value: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the value."""
+        return self.value.dtype
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = __neg__ = _refuse
+    __floordiv__ = __abs__ = __bool__ = __len__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __array__ = __jax_array__ = __float__ = __getitem__ = __iter__ = _refuse
+
+
 @jax.tree_util.register_pytree_with_keys_class
-class PerReplica(metaclass=_Described):
+class PerReplica(_Value):
     """One value for each replica, as a global array with a leading replica axis.
 
     The plain mean over the leading dim is the value that is meant: weights, unequal shares and
@@ -97,16 +120,6 @@ class PerReplica(metaclass=_Described):
         return cls(*children, axes=aux[0], mesh=aux[1])
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the value, [N, *shape]."""
-        return self.value.shape
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the value."""
-        return self.value.dtype
-
-    @property
     def num_replicas(self) -> int:
         """N, the number of replicas."""
         return axis_size(self.mesh, self.axes)
@@ -114,14 +127,9 @@ class PerReplica(metaclass=_Described):
     def __repr__(self) -> str:
         return f"PerReplica({self.value!r}, axes={self.axes})"
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = __neg__ = _refuse
-    __floordiv__ = __abs__ = __bool__ = __len__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __array__ = __jax_array__ = __float__ = __getitem__ = __iter__ = _refuse
-
 
 @jax.tree_util.register_pytree_with_keys_class
-class Reduced(metaclass=_Described):
+class Reduced(_Value):
     """A gradient reduced where it arose, on its way to the ZeRO stage that it was split for.
 
     Args:
@@ -146,23 +154,8 @@ class Reduced(metaclass=_Described):
         """The inverse of flattening."""
         return cls(*children)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the gradient."""
-        return self.value.shape
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the gradient."""
-        return self.value.dtype
-
     def __repr__(self) -> str:
         return f"Reduced({self.value!r})"
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = __neg__ = _refuse
-    __floordiv__ = __abs__ = __bool__ = __len__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __array__ = __jax_array__ = __float__ = __getitem__ = __iter__ = _refuse
 
 
 def is_reduced(leaf: Any) -> bool:

@@ -30,6 +30,7 @@ from jdp.pace import is_emulated, keep_pace
 from jdp.replica import PerReplica, Reduced, is_gradient
 from jdp.split import ZeroState, find_placement
 from jdp.state import TrainState, check_outermost
+from jdp.zero import Applying
 
 
 def train_step(
@@ -107,8 +108,7 @@ def train_step(
             None,
             None,
         )[:3]
-        updates, opt_state = _update(tx, grads, state, loss)
-        params = optax.apply_updates(state.params, updates)
+        params, opt_state = _update(tx, grads, state, loss)
         model_state = _keep_if_skipped(model_state, state.model_state, opt_state)
         new = TrainState(state.step + 1, params, opt_state, state.key, model_state)
         return jax.tree.map(_strong, new), {"loss": loss, **_by_name(aux)}
@@ -136,7 +136,7 @@ def _by_name(aux: Any) -> dict[str, Any]:
 def _update(
     tx: optax.GradientTransformationExtraArgs, grads: Any, state: TrainState, loss: Any
 ) -> tuple[Any, Any]:
-    """tx.update, with a sentence for the commonest mistake."""
+    """New parameters and state, with a sentence for the commonest mistake."""
     check_outermost(state.opt_state)
     _check_private(state.opt_state)
     forgotten = (
@@ -147,7 +147,8 @@ def _update(
         "jdp.zero1(...)."
     )
     try:
-        updates, opt_state = _call(tx, grads, state, loss)
+        update = tx.apply if isinstance(tx, Applying) else tx.update
+        updates, opt_state = _call(update, grads, state, loss)
     except (TypeError, ValueError) as error:
         if ZeroState.__name__ in str(error):
             raise ValueError(
@@ -161,7 +162,9 @@ def _update(
     if any(map(is_gradient, jax.tree.leaves(updates, is_leaf=is_gradient))):
         raise ValueError(forgotten)
     _check_updates(updates, state.params)
-    return updates, opt_state
+    if isinstance(tx, Applying):
+        return updates, opt_state
+    return optax.apply_updates(state.params, updates), opt_state
 
 
 def _check_updates(updates: Any, params: Any) -> None:
@@ -195,17 +198,17 @@ def _check_private(opt_state: Any) -> None:
 
 
 def _call(
-    tx: optax.GradientTransformationExtraArgs, grads: Any, state: TrainState, loss: Any
+    update: Callable[..., tuple[Any, Any]], grads: Any, state: TrainState, loss: Any
 ) -> tuple[Any, Any]:
     """tx.update; where it fails, the name of the transformation that does."""
     try:
         try:
-            return tx.update(grads, state.opt_state, state.params, value=loss)
+            return update(grads, state.opt_state, state.params, value=loss)
         except TypeError as error:
             if "unexpected keyword argument 'value'" not in str(error):
                 raise
         # tracing has no effect that would have to be undone (optax.contrib.sam takes no extras)
-        return tx.update(grads, state.opt_state, state.params)
+        return update(grads, state.opt_state, state.params)
     except Exception as error:
         raise _named(error) from error
 

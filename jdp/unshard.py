@@ -314,7 +314,7 @@ class Split:
     def give(self, slots: list[jax.Array], rows: Any) -> Any:
         """The parameters for the loss function of these rows."""
         sources = self._sources
-        if self._placement.stage == 3:
+        if self._placement.stage == 3 and self._layout.each > 1:
             # bound to these rows, or the compiler would gather once, before the loop over
             # microbatches, and keep all of it
             sources, _ = jax.lax.optimization_barrier((sources, rows))

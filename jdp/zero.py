@@ -228,6 +228,48 @@ def zero3(
 def _zero(
     inner: optax.GradientTransformation, stage: _Stage
 ) -> optax.GradientTransformationExtraArgs:
+    _check_arguments(inner, stage)
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> Any:
+        placement, mesh = _plan(params, stage)
+
+        def compute(params: Any) -> Any:
+            return _store_state(inner.init(map_logical(view, params)), placement)
+
+        inner_state = _globally(compute, placement, mesh)(params)
+        if find_placement(inner_state) is not None:
+            find_placement((ZeroState(inner_state, placement), inner_state))  # says so
+        return ZeroState(inner_state, placement)
+
+    def run(updates: Any, state: Any, params: Any, extra: Any, finish: Any) -> tuple[Any, Any]:
+        placement = _check_state(state, stage)
+        grads, mesh = _reduce(updates, params, placement)
+        shards = None if params is None else _split(params, placement, mesh)
+
+        def compute(grads: Any, inner_state: Any, shards: Any, arrays: Any) -> Any:
+            grads, state, whole = map_logical(view, (grads, inner_state, shards))
+            new, state = inner.update(grads, state, whole, **extra | arrays)
+            new = finish(whole, new)
+            return _store(new, placement), _store_state(state, placement)
+
+        arrays = {name: x for name, x in extra.items() if isinstance(x, jax.Array)}
+        on_all = _globally(compute, placement, mesh)
+        new, inner_state = on_all(grads, state.inner_state, shards, arrays)
+        new = _gather(new, placement, mesh) if placement.stage < 3 else new
+        return new, ZeroState(inner_state, placement)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        new, state = run(updates, state, params, extra, functools.partial(_as_sent, stage.number))
+        return _as_updates(new, params) if stage.number < 3 else new, state
+
+    def apply(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        return run(updates, state, params, extra, optax.apply_updates)
+
+    return Applying(init, update, apply)
+
+
+def _check_arguments(inner: Any, stage: _Stage) -> None:
     name = f"jdp.zero{stage.number}"
     if not hasattr(inner, "init") or not hasattr(inner, "update"):
         raise TypeError(
@@ -245,38 +287,23 @@ def _zero(
             f"{name}(min_size={stage.min_size!r}) must be a whole number of "
             "elements; arrays of fewer stay whole on every device, and 0 splits all."
         )
-    inner = optax.with_extra_args_support(inner)
 
-    def init(params: Any) -> Any:
-        placement, mesh = _plan(params, stage)
 
-        def compute(params: Any) -> Any:
-            return _store_state(inner.init(map_logical(view, params)), placement)
+class Applying(optax.GradientTransformationExtraArgs):
+    """An optax transformation that can also give the new parameters themselves.
 
-        inner_state = _globally(compute, placement, mesh)(params)
-        if find_placement(inner_state) is not None:
-            find_placement((ZeroState(inner_state, placement), inner_state))  # says so
-        return ZeroState(inner_state, placement)
+    `apply(updates, state, params, **extra) -> (params, state)` does what `update` and
+    `optax.apply_updates` do one after the other. Where parameters are whole and updates are not,
+    it gathers the new parameters straight into their place: a whole update is never made.
+    """
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        placement = _check_state(state, stage)
-        grads, mesh = _reduce(updates, params, placement)
-        shards = None if params is None else _split(params, placement, mesh)
+    apply: Callable[..., tuple[Any, Any]]
 
-        def compute(grads: Any, inner_state: Any, shards: Any, arrays: Any) -> Any:
-            grads, state, whole = map_logical(view, (grads, inner_state, shards))
-            new, state = inner.update(grads, state, whole, **extra | arrays)
-            new = _in_their_dtype(new, whole, placement)
-            return _store(new, placement), _store_state(state, placement)
-
-        arrays = {name: x for name, x in extra.items() if isinstance(x, jax.Array)}
-        run = _globally(compute, placement, mesh)
-        new, inner_state = run(grads, state.inner_state, shards, arrays)
-        if placement.stage < 3:
-            new = _gather(new, params, placement, mesh)
-        return new, ZeroState(inner_state, placement)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    def __new__(cls, init: Any, update: Any, apply: Any) -> "Applying":
+        """As of optax, and `apply`."""
+        self = super().__new__(cls, init, update)
+        self.apply = apply
+        return self
 
 
 def _plan(params: Any, stage: _Stage) -> tuple[Placement, AnyMesh]:
@@ -488,26 +515,38 @@ def reduce_parts(
     return widen([found[i] for i in range(len(values))])
 
 
-def _in_their_dtype(updates: Any, params: Any, placement: Placement) -> Any:
+def _as_sent(stage: int, params: Any, updates: Any) -> Any:
     """Updates as they are sent: in the parameter's dtype.
 
     For a narrow dtype it is the new parameter that is sent, since its difference from the old one
-    may not be a number of that dtype; see `_gather`.
+    may not be a number of that dtype; see `_as_updates`.
     """
     if params is None:
         return updates
 
     def one(update: jax.Array, param: jax.Array) -> jax.Array:
-        if param.dtype.itemsize >= 4 or placement.stage == 3:
+        if param.dtype.itemsize >= 4 or stage == 3:
             return update.astype(jnp.promote_types(param.dtype, jnp.float32))
         return (param + update).astype(param.dtype)
 
     return jax.tree.map(one, updates, params)
 
 
-def _gather(updates: Any, params: Any, placement: Placement, mesh: AnyMesh) -> Any:
-    """Whole updates, on every device."""
-    leaves, treedef = jax.tree.flatten(updates, is_leaf=is_padded)
+def _as_updates(sent: Any, params: Any) -> Any:
+    """Whole updates from what was sent; float32 holds the difference of two narrow numbers."""
+    if params is None:
+        return sent
+
+    def one(new: jax.Array, old: jax.Array) -> jax.Array:
+        narrow = old.dtype.itemsize < 4
+        return new.astype(jnp.float32) - old.astype(jnp.float32) if narrow else new
+
+    return jax.tree.map(one, sent, params)
+
+
+def _gather(stored: Any, placement: Placement, mesh: AnyMesh) -> Any:
+    """Whole arrays, one for each parameter, on every device."""
+    leaves, treedef = jax.tree.flatten(stored, is_leaf=is_padded)
 
     def local(leaves: list[jax.Array]) -> list[jax.Array]:
         return [
@@ -522,15 +561,7 @@ def _gather(updates: Any, params: Any, placement: Placement, mesh: AnyMesh) -> A
         out_specs=P(),
         axis_names=set(placement.axes),
     )
-    whole = run([stored_array(leaf) for leaf in leaves])
-    if params is not None:
-        olds = jax.tree.leaves(params, is_leaf=is_padded)
-        # float32 holds the difference of two such numbers, so that adding it gives the new one
-        whole = [
-            new if old.dtype.itemsize >= 4 else new.astype(jnp.float32) - old.astype(jnp.float32)
-            for new, old in zip(whole, olds, strict=True)
-        ]
-    return treedef.unflatten(whole)
+    return treedef.unflatten(run([stored_array(leaf) for leaf in leaves]))
 
 
 def join_part(
