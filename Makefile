@@ -4,7 +4,7 @@ VENV ?= .venv
 PYTEST_ARGS ?= -n 2
 BIN := $(VENV)/bin
 
-.PHONY: demo test gate notebooks bench clean
+.PHONY: demo test gate notebooks bench bench-compiled clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/train_gpt.py
@@ -22,9 +22,13 @@ notebooks: $(VENV)/.notebooks,examples
 	$(BIN)/jupyter-execute --timeout=300 notebooks/*.ipynb
 
 bench: $(VENV)/.examples
-	set -e; for name in step accumulate overhead processes; do \
+	set -e; for name in step accumulate overhead processes zero; do \
 		echo "== $$name"; $(BIN)/python benchmarks/$$name.py; \
 	done
+
+# Programs for devices that are not here, by NVIDIA's compiler (Linux).
+bench-compiled: $(VENV)/.examples,gpu
+	$(BIN)/python benchmarks/memory_table.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -156,11 +156,17 @@ def report(
     results: Sequence[Mapping[str, Any]],
     goals: Sequence[Goal],
     path: Path | None,
+    tables: Sequence[Sequence[str]] = (),
 ) -> None:
-    """Prints a table of results and one of goals, and writes both to a JSON file."""
+    """Prints results and goals, and writes both to a JSON file.
+
+    `tables` lists the columns of each table of results; by default one has them all.
+    """
     about = machine()
     console = Console(width=None if Console().is_terminal else 160)
-    console.print(_table(benchmark, results))
+    every = list(dict.fromkeys(key for row in results for key in row))
+    for columns in tables or [every]:
+        console.print(_table(benchmark, results, columns))
     if settings.get("quick"):
         console.print("A trial run: the numbers mean nothing.")
     else:
@@ -178,10 +184,10 @@ def report(
         path.write_text(json.dumps(content, indent=2, default=str) + "\n")
 
 
-def _table(title: str, results: Sequence[Mapping[str, Any]]) -> Table:
+def _table(title: str, results: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Table:
     """One row for each result; ratios are shown as median [lower quartile, upper quartile]."""
     table = Table(title=title)
-    for column in (columns := list(dict.fromkeys(key for row in results for key in row))):
+    for column in columns:
         table.add_column(column.replace("_", " "), justify="right")
     for row in results:
         table.add_row(*[_cell(row.get(column)) for column in columns])

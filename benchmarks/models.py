@@ -4,7 +4,9 @@
     lm      4-layer GPT with a tied embedding, 5,930,880 parameters in 44 leaves, 16 sequences
     leaves  64 leaves of 16 numbers: no work to speak of, so that a call's own cost shows
 
-Everything is made with NumPy from a fixed seed. `quick` shrinks a model for a trial run.
+Everything is made with NumPy from a fixed seed. `quick` shrinks a model for a trial run. `wrap`
+changes the body of a layer, of the form (x, layer) -> (x, None) as `jax.lax.scan` takes it, such
+as `jdp.layerwise`.
 """
 
 import itertools
@@ -16,6 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+Body = Callable[[jax.Array, Any], tuple[jax.Array, None]]
+Wrap = Callable[[Body], Body]
+
 
 class Model(NamedTuple):
     """What a step needs: the loss is the mean over the rows of the batch it is given."""
@@ -26,16 +31,21 @@ class Model(NamedTuple):
     batch: dict[str, np.ndarray]
 
 
-def make(name: str, *, quick: bool = False, times: int = 1) -> Model:
+def make(
+    name: str, *, quick: bool = False, times: int = 1, wrap: Wrap = lambda body: body
+) -> Model:
     """Makes a model by name, with a batch of `times` its usual rows."""
-    return {"mlp": _mlp, "lm": _lm, "leaves": _leaves}[name](np.random.default_rng(0), quick, times)
+    rng = np.random.default_rng(0)
+    if name == "leaves":
+        return _leaves(rng, quick, times)
+    return {"mlp": _mlp, "lm": _lm}[name](rng, quick, times, wrap)
 
 
 def num_params(model: Model) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(model.params))
 
 
-def _mlp(rng: np.random.Generator, quick: bool, times: int) -> Model:
+def _mlp(rng: np.random.Generator, quick: bool, times: int, wrap: Wrap) -> Model:
     sizes = (32, 32, 10) if quick else (784, 2048, 2048, 2048, 10)
     params = [
         {"w": _normal(rng, m, n, scale=(2 / m) ** 0.5), "b": np.zeros(n, np.float32)}
@@ -44,18 +54,20 @@ def _mlp(rng: np.random.Generator, quick: bool, times: int) -> Model:
     rows = 64 * times
     batch = {"x": _normal(rng, rows, sizes[0]), "y": rng.integers(0, 10, rows, np.int32)}
 
+    # smooth: a relu's gradient jumps where rounding decides on which side of 0 it is
+    hidden = wrap(lambda x, layer: (jax.nn.silu(x @ layer["w"] + layer["b"]), None))
+
     def loss(params: Any, batch: Any) -> jax.Array:
         x = batch["x"]
         for layer in params[:-1]:
-            # smooth: a relu's gradient jumps where rounding decides on which side of 0 it is
-            x = jax.nn.silu(x @ layer["w"] + layer["b"])
+            x, _ = hidden(x, layer)
         logits = x @ params[-1]["w"] + params[-1]["b"]
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
 
     return Model("mlp", params, loss, batch)
 
 
-def _lm(rng: np.random.Generator, quick: bool, times: int) -> Model:
+def _lm(rng: np.random.Generator, quick: bool, times: int, wrap: Wrap) -> Model:
     vocab, width, layers, length = (64, 64, 1, 8) if quick else (3072, 320, 4, 64)
     ones, zeros = lambda n: np.ones(n, np.float32), lambda n: np.zeros(n, np.float32)
     params: dict[str, Any] = {
@@ -78,11 +90,13 @@ def _lm(rng: np.random.Generator, quick: bool, times: int) -> Model:
     }
     batch = {"tokens": rng.integers(0, vocab, (16 * times, length + 1), np.int32)}
 
+    body = wrap(lambda x, block: (_block(block, x), None))
+
     def loss(params: Any, batch: Any) -> jax.Array:
         tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         x = params["embed"][tokens] + params["position"]
         for block in params["blocks"]:
-            x = _block(block, x)
+            x, _ = body(x, block)
         logits = _layer_norm(params["norm"], x) @ params["embed"].T
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 

@@ -8,6 +8,7 @@ the devices until they are read.
 """
 
 import functools
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -109,6 +110,7 @@ def train_step(
             None,
         )[:3]
         params, opt_state = _update(tx, grads, state, loss)
+        _check_structure(state.opt_state, opt_state)
         model_state = _keep_if_skipped(model_state, state.model_state, opt_state)
         new = TrainState(state.step + 1, params, opt_state, state.key, model_state)
         return jax.tree.map(_strong, new), {"loss": loss, **_by_name(aux)}
@@ -216,11 +218,13 @@ def _call(
 def _named(error: Exception) -> Exception:
     """An error that begins with the transformation in whose update it arose, if that is known."""
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    called = re.match(r"(\w+)\.<locals>\.\w+\(\)", str(error))  # a call that did not get inside
     names = [
         code.co_qualname.split(".<locals>")[0]
         for code in frames
         if ".<locals>." in code.co_qualname and "optax" in code.co_filename
     ]
+    names += [called.group(1)] if called else []
     inner = [
         name for name in names if name not in ("chain", "named_chain", "with_extra_args_support")
     ]
@@ -249,20 +253,29 @@ def _keep_if_skipped(new: Any, old: Any, opt_state: Any) -> Any:
     return new
 
 
+def _check_structure(old: Any, new: Any) -> None:
+    """A step must be able to follow another."""
+    if jax.tree.structure(old) == jax.tree.structure(new):
+        return
+    before, after = (
+        {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]}
+        for tree in (old, new)
+    )
+    where = min(before ^ after, default="")
+    raise ValueError(
+        f"state.opt_state{where} is in the state before a step or after it, but not both: a "
+        "transformation changes the structure of its state in the first update (as optax.monitor "
+        "and optax.measure_with_ema do), and a step has to keep it. Leave that transformation out, "
+        "and measure with aux of the loss."
+    )
+
+
 def _check_kept(old: Any, new: Any) -> None:
     """Says which leaf of the state changes its kind, so that its memory cannot be used again."""
     kinds = [
         [(jax.tree_util.keystr(path), jnp.shape(x), jnp.result_type(x)) for path, x in leaves]
         for leaves in (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (old, new))
     ]
-    if [name for name, *_ in kinds[0]] != [name for name, *_ in kinds[1]]:
-        names = {name for name, *_ in kinds[0]} ^ {name for name, *_ in kinds[1]}
-        raise ValueError(
-            f"state{min(names)} is in the state before a step or after it, but not both: a "
-            "transformation changes the structure of its state in the first update (as "
-            "optax.monitor does), and a step has to keep it. Leave that transformation out, and "
-            "measure with aux of the loss."
-        )
     for (name, *before), (_, *after) in zip(*kinds, strict=True):
         if before != after:
             warnings.warn(

@@ -5,7 +5,6 @@ Nothing runs: `topologies` describes the devices, the compilers are those of the
 """
 
 import functools
-import importlib.util
 import math
 import re
 from typing import NamedTuple
@@ -15,11 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from topologies import devices
 
 import jdp
+
+# isort: split
+import schedule  # of benchmarks, which `topologies` has made known
 
 pytestmark = pytest.mark.aot
 
@@ -28,55 +30,14 @@ WIDTH = 1024
 LEAF_BYTES = 4 * WIDTH * WIDTH
 ITEMSIZE = {"f32": 4, "bf16": 2, "u16": 2, "f16": 2}
 
-# What the compiler must know of a GPU: properties of an NVIDIA H100 80GB HBM3.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84942979072
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  device_vendor: "NVIDIA Corporation" device_address_bits: 64
-  name: "NVIDIA H100 80GB HBM3" driver_version: "13.0.0" runtime_version: "12.9.0"
-  compile_time_toolkit_version: "12.9.0" dnn_version: "9.10.0"
-  device_interconnect_info { active_links: 18 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+# What else the options must be right for; libtpu of jax 0.12 refuses options of v5e elsewhere.
+TPUS = ("v5e:4x4", "v5p:2x2x4", "v6e:4x4")
 
 
 @pytest.fixture(scope="module", params=["tpu", "gpu"])
 def mesh(request):
-    make = {"tpu": _tpu_devices, "gpu": _gpu_devices}[request.param]
     with pytest.MonkeyPatch.context() as patch:
-        yield Mesh(np.array(make(patch)), ("data",))
-
-
-def _tpu_devices(patch):
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed (pip install '.[tpu]')")
-    patch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-16")
-    patch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-    patch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # another test process may compile as well
-    return topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
-
-
-def _gpu_devices(patch):
-    if importlib.util.find_spec("jax_cuda12_plugin") is None:
-        pytest.skip("jax-cuda12-plugin is not installed (pip install '.[gpu]')")
-    if importlib.util.find_spec("nvidia.cuda_nvcc") is None:
-        pytest.skip("nvidia-cuda-nvcc-cu12 is not installed (pip install '.[gpu]')")
-    return topologies.get_topology_desc(
-        platform="cuda", target_config=H100, topology="1x1x8"
-    ).devices
+        yield Mesh(np.array(devices(request.param, patch)), ("data",))
 
 
 def loss_fn(params, batch):
@@ -87,23 +48,29 @@ def loss_fn(params, batch):
 
 
 @functools.cache
-def compiled_text(mesh, num_layers, *, bucket_bytes=None, wire_dtype=None):
+def compiled_text(mesh, num_layers, *, bucket_bytes=None, wire_dtype=None, zero=None):
     """The scheduled program of a step; without `bucket_bytes`, compiled with no options at all."""
     options, bucket = {}, {}
     if bucket_bytes is not None:
         bucket = {"bucket_bytes": bucket_bytes}
         options = jdp.xla_options(mesh, bucket_bytes=bucket_bytes)
-    tx = optax.chain(jdp.all_reduce(wire_dtype=wire_dtype, **bucket), optax.sgd(0.1))
+    if zero is None:
+        tx = optax.chain(jdp.all_reduce(wire_dtype=wire_dtype, **bucket), optax.sgd(0.1))
+    else:
+        tx, options = zero(optax.sgd(0.1)), options | schedule.COST_MODEL[platform(mesh)]
     step = jdp.train_step(loss_fn, tx, mesh, compiler_options=options)
 
     def shape(dims, dtype, *spec):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
-    params = [shape((WIDTH, WIDTH), jnp.float32)] * num_layers
-    opt_state = jax.eval_shape(tx.init, params)
-    state = jdp.TrainState(shape((), jnp.int32), params, opt_state)
-    batch = shape((mesh.size * 512, WIDTH), jnp.bfloat16, "data")
+    state = jdp.init_state([shape((WIDTH, WIDTH), jnp.float32)] * num_layers, tx, mesh)
+    rows = 512 if zero is None else 4096  # there, a product takes longer than sending a leaf
+    batch = shape((mesh.size * rows, WIDTH), jnp.bfloat16, "data")
     return step.lower(state, batch).compile().as_text()
+
+
+def platform(mesh):
+    return "tpu" if mesh.devices.flat[0].platform == "tpu" else "gpu"
 
 
 class Sent(NamedTuple):
@@ -205,3 +172,87 @@ def test_unknown_options_are_left_out_where_the_devices_are_not_here(mesh):
     asked = {**jdp.xla_options(mesh), "xla_no_such_thing": 1}
     with pytest.warns(UserWarning, match="does not know xla_no_such_thing"):
         assert jdp.known_options(asked, mesh) == jdp.xla_options(mesh)
+
+
+@pytest.mark.parametrize("topology", TPUS)
+def test_options_suit_every_kind_of_tpu(topology, monkeypatch):
+    # "Continuation fusion for AllReduce is enabled on platform viperfish, but ..."
+    mesh = Mesh(np.array(devices("tpu", monkeypatch, topology)), ("data",))
+    options = jdp.xla_options(mesh) | jdp.xla_options(mesh, bucket_bytes=MIB)
+    assert options
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
+    jax.jit(lambda x: x + 1).lower(scalar).compile(compiler_options=options)
+
+
+@pytest.mark.parametrize(
+    ("topology", "kind"), [("v5e:4x4", "all-reduce"), ("v5e:4x8", "reduce-scatter")]
+)
+def test_what_a_tpu_makes_of_a_reduce_scatter(topology, kind, monkeypatch):
+    # why, in `sent_under_zero`, gradients are all-reduced on a square slice
+    mesh = Mesh(np.array(devices("tpu", monkeypatch, topology)), ("data",))
+    scatter = jax.shard_map(
+        lambda x: jax.lax.psum_scatter(x, "data", tiled=True),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+    sharding = NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((mesh.size * WIDTH, WIDTH), jnp.float32, sharding=sharding)
+    text = jax.jit(scatter).lower(x).compile().as_text()
+    assert [one.kind for one in schedule.read(text, list(mesh.devices.flat)).sent] == [kind]
+
+
+def sent_under_zero(mesh, zero, bucket_bytes=None):
+    """What a step of three layers sends: gradients, what is gathered, and the times of all."""
+    text = compiled_text(mesh, 3, bucket_bytes=bucket_bytes, zero=zero)
+    times = schedule.read(text, list(mesh.devices.flat))
+    arrays = [one for one in times.sent if one.bytes >= MIB]
+    gathered = [one for one in arrays if one.kind == "all-gather"]
+    grads = [one for one in arrays if one.kind != "all-gather"]
+    expected = {"tpu": "all-reduce", "gpu": "reduce-scatter"}[platform(mesh)]
+    assert {one.kind for one in grads} == {expected}
+    # scalars may ride along, see `total`
+    assert sum(one.bytes for one in grads) // LEAF_BYTES == 3
+    return grads, gathered, times
+
+
+def under_compute(records):
+    """How many are on the wire mostly while something is computed."""
+    return sum(one.exposed_us < one.us / 2 for one in records)
+
+
+def test_zero1_reduces_each_leaf_under_compute(mesh):
+    waiting, _, default = sent_under_zero(mesh, jdp.zero1)
+    assert len(waiting) == 1
+    assert under_compute(waiting) == 0
+    grads, gathered, ours = sent_under_zero(mesh, jdp.zero1, LEAF_BYTES)
+    assert len(grads) == 3
+    assert under_compute(grads) >= 2  # the last has the whole backward pass behind it
+    assert sum(one.bytes for one in gathered) == 3 * LEAF_BYTES
+    assert ours.hidden > default.hidden
+
+
+def test_zero3_gathers_and_reduces_each_leaf_under_compute(mesh):
+    waiting, _, default = sent_under_zero(mesh, jdp.zero3)
+    assert len(waiting) == 1
+    assert under_compute(waiting) == 0
+    grads, gathered, ours = sent_under_zero(mesh, jdp.zero3, LEAF_BYTES)
+    assert len(grads) == 3
+    assert under_compute(grads) >= 2
+    # in bfloat16, the compute dtype; once more in the backward pass, but for the first layer
+    assert sum(one.bytes for one in gathered) == 5 * LEAF_BYTES // 2
+    assert under_compute(gathered) >= 1
+    assert ours.hidden > default.hidden
+
+
+def test_a_v6e_leaves_all_reduces_to_its_sparse_cores(monkeypatch):
+    mesh = Mesh(np.array(devices("tpu", monkeypatch, "v6e:4x4")), ("data",))
+    means = jax.shard_map(
+        lambda tree: jax.lax.pmean(tree, "data"), mesh=mesh, in_specs=P(), out_specs=P()
+    )
+    whole = NamedSharding(mesh, P())
+    x = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=whole)] * 2
+    compiled = jax.jit(means).lower(x).compile(compiler_options=jdp.xla_options(mesh))
+    text = compiled.as_text()
+    assert 'async_execution_thread="sparsecore"' in text
+    assert len(re.findall(r"%all-reduce\S* = .* call-done\(", text)) == 2

@@ -13,10 +13,10 @@ from jdp.options import known_options, xla_options
 MIB = 2**20
 
 
-def fake_mesh(platform, shape=(8,), axis_names=("data",)):
+def fake_mesh(platform, shape=(8,), axis_names=("data",), kind="some kind"):
     """As much of a mesh of another platform as xla_options looks at."""
     devices = np.empty(shape, object)
-    devices[...] = types.SimpleNamespace(platform=platform)
+    devices[...] = types.SimpleNamespace(platform=platform, device_kind=kind)
     return types.SimpleNamespace(
         devices=devices,
         axis_names=axis_names,
@@ -38,11 +38,23 @@ def test_unlisted_platform_has_nothing_to_set():
     assert xla_options(fake_mesh("neuron")) == {}
 
 
-def test_tpu_bucket_is_the_combiners_threshold():
-    found = xla_options(fake_mesh("tpu"), bucket_bytes=3 * MIB)
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
+def test_tpu_bucket_is_the_combiners_threshold(kind):
+    found = xla_options(fake_mesh("tpu", kind=kind), bucket_bytes=3 * MIB)
     assert found.pop("xla_jf_crs_combiner_threshold_in_bytes") == 3 * MIB
-    assert len(found) == 4
+    # the compilers for other kinds refuse these, or make programs of them that may be wrong
+    assert ("xla_tpu_enable_async_collective_fusion_fuse_all_reduce" in found) == (
+        kind == "TPU v5 lite"
+    )
+    assert bool(found) == kind.endswith("lite")
     assert all(value is True for value in found.values())
+
+
+def test_what_is_handed_out_is_the_callers():
+    mesh = fake_mesh("tpu", kind="TPU v5 lite")
+    expected = dict(xla_options(mesh))
+    xla_options(mesh).clear()
+    assert xla_options(mesh) == expected
 
 
 @pytest.mark.parametrize("platform", ["gpu", "cuda"])
@@ -61,9 +73,12 @@ def test_gpu_threshold_stays_positive():
     assert found["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 1
 
 
-def test_default_bucket_is_25_mib():
+def test_default_bucket_is_what_runs_under_compute():
     found = xla_options(fake_mesh("gpu"))
     assert found["xla_gpu_all_reduce_combine_threshold_bytes"] == 25 * MIB
+    found = xla_options(fake_mesh("tpu", kind="TPU v5 lite"))
+    assert found["xla_jf_crs_combiner_threshold_in_bytes"] == 4 * MIB
+    assert xla_options(fake_mesh("tpu", kind="TPU v5")) == {}
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])

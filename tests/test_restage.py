@@ -149,7 +149,7 @@ def test_orbax_round_trip(tmp_path):
 def test_another_optimizer_is_refused():
     _, state = trained("zero3", 8)
     tx = jdp.zero3(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)))
-    with pytest.raises(ValueError, match=r"restage: .*(They|The two) belong to different optimizers"):
+    with pytest.raises(ValueError, match=r"restage: .* belong to different optimizers"):
         jdp.restage(state, jdp.init_state(PARAMS, tx, mesh_of(8), key=jax.random.key(0)))
 
 
