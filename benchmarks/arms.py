@@ -5,7 +5,7 @@
     jit         plain jax.jit over a batch-sharded array; the compiler finds the all-reduces
     pmap        by hand: local gradient, jax.lax.pmean, adamw, inside jax.pmap
     hand zero1  by hand: local gradient, psum_scatter of each leaf, adamw on parts, all_gather of
-                the new parameters, or (hand zero1 updates) of the updates
+                the new parameters
     hand zero3  by hand: parameters in parts, all_gather of each leaf in the loss, adamw on parts
 
 All donate their state, keep the loss on the devices, and get their batch already in place. AdamW
@@ -129,10 +129,11 @@ def pmap_step(model: Model, mesh: Mesh) -> Arm:
     )
 
 
-def zero1_by_hand(model: Model, mesh: Mesh, *, gather_updates: bool) -> Arm:
-    """Each device updates a part of each leaf; then new parameters or updates are gathered.
+def zero1_by_hand(model: Model, mesh: Mesh) -> Arm:
+    """Each device updates a part of each leaf; the new parameters are gathered.
 
-    New parameters take the place of the old ones as they arrive, updates need room of their own.
+    They take the place of the old ones as they arrive. Gathered updates would need room besides:
+    on the MLP, 6 MB and 12 % of the time.
     """
     dims = split_dims(model, mesh)
 
@@ -160,14 +161,10 @@ def zero1_by_hand(model: Model, mesh: Mesh, *, gather_updates: bool) -> Arm:
         grads = jax.tree.map(scatter, grads, dims)
         parts = jax.tree.map(own, params, dims)
         updates, opt_state = OPTIMIZER.update(grads, opt_state, parts)
-        if gather_updates:
-            params = optax.apply_updates(params, jax.tree.map(gather, updates, dims))
-        else:
-            params = jax.tree.map(gather, optax.apply_updates(parts, updates), dims)
+        params = jax.tree.map(gather, optax.apply_updates(parts, updates), dims)
         return (params, opt_state), jax.lax.pmean(loss, "data")
 
-    name = "hand zero1 updates" if gather_updates else "hand zero1"
-    return _in_parts(name, local, model, mesh, split_params=False)
+    return _in_parts("hand zero1", local, model, mesh, split_params=False)
 
 
 def zero3_by_hand(model: Model, mesh: Mesh, *, regather: bool) -> Arm:

@@ -62,7 +62,7 @@ class Times(NamedTuple):
     @property
     def hidden(self) -> float:
         """Share of the time of communication that is under compute."""
-        return 1 - self.exposed_us / self.sent_us
+        return (self.sent_us - self.exposed_us) / self.sent_us
 
 
 def read(text: str | None, devices: Sequence[Any]) -> Times:

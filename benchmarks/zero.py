@@ -116,8 +116,7 @@ def stages(name: str, mesh: Mesh, quick: bool) -> list[Arm]:
             found.append(arms.jdp_step(wrapped, mesh, name=key, tx=jdp.zero3(adamw)))
     return [
         *found,
-        arms.zero1_by_hand(model, mesh, gather_updates=False),
-        arms.zero1_by_hand(model, mesh, gather_updates=True),
+        arms.zero1_by_hand(model, mesh),
         arms.zero3_by_hand(model, mesh, regather=True),
         arms.zero3_by_hand(model, mesh, regather=False),
     ]

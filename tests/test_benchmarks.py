@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 
-BY_HAND = ["hand zero1", "hand zero1 updates", "hand zero3", "hand zero3 kept"]
+BY_HAND = ["hand zero1", "hand zero3", "hand zero3 kept"]
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
