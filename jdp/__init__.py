@@ -10,9 +10,9 @@
     jdp.zero1(optax.adamw(3e-4))   instead of the chain, splits the optimizer state; zero2, zero3
 
 Floors, each importing only from those before it: mesh, collectives, options, processes, prefetch,
-pace; dataflow, replica, padded, split, remat, loss, microbatch, unshard, grad, packing, data,
-order; reduce, accumulate, zero, precision, finite, offload; state, restage, train, evaluate,
-check, hlo, live, holdings, memory.
+pace; dataflow, replica, padded, split, remat, lazy, loss, microbatch, unshard, grad, packing,
+data, order; reduce, accumulate, parts, zero, precision, finite, offload; state, restage, update,
+train, evaluate, check, hlo, live, holdings, memory.
 """
 
 from jdp import collectives

@@ -30,8 +30,8 @@ from jdp.microbatch import Layout, lay_out, on_replicas, over_microbatches, sum_
 from jdp.padded import map_logical, view
 from jdp.remat import checkpoint_policy
 from jdp.replica import give_per_replica, give_reduced
-from jdp.split import Placement, check_axes, mark
-from jdp.unshard import PARAMS, Split, Whole, as_stored, wide
+from jdp.split import Placement, as_stored, check_axes, mark
+from jdp.unshard import PARAMS, Split, Whole, wide
 
 _TOTAL, _WEIGHT = "jdp: total of a loss", "jdp: weight of a loss"
 

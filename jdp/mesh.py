@@ -279,3 +279,13 @@ def ambient_mesh(tree: Any) -> AnyMesh | None:
             return sharding.mesh
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh is None or mesh.empty else mesh
+
+
+def memory_of_a_device(mesh: AnyMesh) -> int | None:
+    """Bytes of memory, if a device tells."""
+    # while the state is made the mesh is abstract; its devices are then those of this process
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.local_devices()[0]
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return None  # a device that is not there, of a topology compiled for

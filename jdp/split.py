@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp.mesh import DATA_AXES, AnyMesh, ambient_mesh, axis_size
-from jdp.padded import Padded, is_padded, lengthen, put
+from jdp.padded import Padded, is_padded, lengthen, put, stored_array
 
 MIN_SIZE = 256  # elements: below, another collective costs more than 3 KB of optimizer state
 
@@ -358,6 +358,19 @@ def check_axes(placement: Placement, axes: tuple[str, ...]) -> None:
             f"along {axes}, not along {missing[0]!r}. Give jdp.train_step or jdp.value_and_grad "
             "the same axis, or split over one of theirs."
         )
+
+
+def as_stored(params: Any, placement: Placement) -> tuple[list[jax.Array], Any]:
+    """Parameters as plain arrays: as they are stored in stage 3, whole in stage 2."""
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_padded)
+    check_count(leaves, placement)
+    if placement.stage < 3:
+        return leaves, treedef
+    stored = [
+        leaf if is_padded(leaf) else store(leaf, part)
+        for leaf, part in zip(leaves, placement.parts, strict=True)
+    ]
+    return [stored_array(leaf) for leaf in stored], treedef
 
 
 @functools.cache

@@ -21,16 +21,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jdp import collectives
-from jdp.dataflow import bodies, is_literal, named
+from jdp.lazy import GATHER, uses
 from jdp.microbatch import Layout, vary
-from jdp.padded import is_padded, lengthen, stored_array
+from jdp.padded import lengthen
 from jdp.remat import READ, checkpoint_policy, refuse_gathers
-from jdp.split import Part, Placement, check_count, on_user_axes, store
+from jdp.split import Part, Placement, on_user_axes
 
 PARAMS = "jdp: parameters"
-_GATHER = "jdp: gathered here"
 _LEAF = "jdp: leaf "
-_CHECKPOINT = ("checkpoint", "remat2", "remat")
 _looking: ContextVar[bool] = ContextVar("_looking", default=False)  # see `Split.look_at`
 
 
@@ -68,7 +66,7 @@ def gather_params(tree: Any) -> Any:
     def one(leaf: Any) -> Any:
         if isinstance(leaf, Shard):
             return checkpoint_name(_whole(leaf.slot, leaf.source, leaf.how), PARAMS)
-        return checkpoint_name(leaf, _GATHER) if _looking.get() else leaf
+        return checkpoint_name(leaf, GATHER) if _looking.get() else leaf
 
     return jax.tree.map(one, tree, is_leaf=is_shard)
 
@@ -365,7 +363,7 @@ class Split:
         }
         starts = {var: i for var, i in starts.items() if i in split}
         front = {i: self._placement.parts[i].dim or 0 for i in split}
-        return _uses(program, starts, front, bare=True)
+        return uses(program, starts, front, bare=True)
 
     def weigh(self, weight: jax.Array) -> jax.Array:
         """One number for all replicas, since what they differentiate is added up at once."""
@@ -389,19 +387,6 @@ class Split:
         return [found[i] for i in range(len(grads))]
 
 
-def as_stored(params: Any, placement: Placement) -> tuple[list[jax.Array], Any]:
-    """Parameters as plain arrays: as they are stored in stage 3, whole in stage 2."""
-    leaves, treedef = jax.tree.flatten(params, is_leaf=is_padded)
-    check_count(leaves, placement)
-    if placement.stage < 3:
-        return leaves, treedef
-    stored = [
-        leaf if is_padded(leaf) else store(leaf, part)
-        for leaf, part in zip(leaves, placement.parts, strict=True)
-    ]
-    return [stored_array(leaf) for leaf in stored], treedef
-
-
 def wide(x: Any) -> Any:
     """The dtype in which gradients of x are added up: float32, or wider."""
     return jnp.promote_types(x.dtype, jnp.float32)
@@ -409,54 +394,3 @@ def wide(x: Any) -> Any:
 
 def _positive(weight: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(jnp.where(weight > 0, weight, 1.0))
-
-
-def _uses(
-    jaxpr: Any, leaves: dict[Any, int], front: dict[int, int], *, bare: bool
-) -> tuple[set[int], set[int], set[int]]:
-    """Leaves that are gathered by the loss, used otherwise, gathered outside of `jax.checkpoint`.
-
-    `front` counts the dims before the one that is split: so many scans may take one away.
-    """
-    found: tuple[set[int], set[int], set[int]] = set(), set(), set()
-    gathered, otherwise, outside = found
-    for eqn in jaxpr.eqns:
-        places = [
-            (place, leaves[v])
-            for place, v in enumerate(eqn.invars)
-            if not is_literal(v) and v in leaves
-        ]
-        if not places:
-            continue
-        if named(eqn, _GATHER):
-            gathered.add(places[0][1])
-            if bare:
-                outside.add(places[0][1])
-            continue
-        for place, leaf in places:
-            body, left = _way_in(eqn, place, front[leaf])
-            if body is None:
-                otherwise.add(leaf)
-                continue
-            inner = {body.invars[place]: leaf}
-            still = bare and eqn.primitive.name not in _CHECKPOINT
-            inside = _uses(body, inner, front | {leaf: left}, bare=still)
-            for mine, theirs in zip(found, inside, strict=True):
-                mine.update(theirs)
-    otherwise.update(leaves[v] for v in jaxpr.outvars if not is_literal(v) and v in leaves)
-    return found
-
-
-def _way_in(eqn: Any, place: int, front: int) -> tuple[Any, int]:
-    """The program in which an operand goes on, if it does so whole or layer by layer."""
-    name, inner = eqn.primitive.name, bodies(eqn)
-    if name == "scan":
-        # by shape, since JAX 0.10 and 0.12 tell the kinds of operands in different ways
-        scanned = eqn.invars[place].aval.ndim > inner[0].invars[place].aval.ndim
-        if scanned and front == 0:
-            return None, 0
-        return inner[0], front - scanned
-    passes_on = name in ("jit", "pjit", "closed_call", *_CHECKPOINT)
-    if passes_on and len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):
-        return inner[0], front
-    return None, 0

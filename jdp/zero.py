@@ -12,8 +12,8 @@
 | 2 | split | split | whole | 2 P, or (k + 1) P with k microbatches |
 | 3 | split | split | split | 3 k P, or 2 k P without gathering again |
 
-(each times (N-1)/N). Because `inner` works on global arrays, a global norm, a trust ratio or a
-factored moment is that of the whole parameter. What is split where is decided in `jdp.split`.
+(each times (N-1)/N). `inner` works on global arrays: a norm, a trust ratio or a factored moment is
+that of the whole parameter. What is split where is decided in `jdp.split`.
 """
 
 import functools
@@ -23,38 +23,35 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jdp import collectives
-from jdp.mesh import AnyMesh, AxisNames, ambient_mesh, axis_size, data_axes, is_whole
-from jdp.padded import is_padded, map_logical, stored_array, view
-from jdp.replica import (
-    is_gradient,
-    is_per_replica,
-    is_reduced,
-    take_per_replica,
-    take_reduced,
-    widen,
+from jdp.mesh import (
+    AnyMesh,
+    AxisNames,
+    ambient_mesh,
+    axis_size,
+    data_axes,
+    is_whole,
+    memory_of_a_device,
+)
+from jdp.padded import is_padded, map_logical, view
+from jdp.parts import (
+    gather_whole,
+    lie_whole,
+    on_global_arrays,
+    reduce_to_parts,
+    split_up,
+    store_state,
+    store_updates,
 )
 from jdp.split import (
     MIN_SIZE,
-    Part,
     Placement,
     ZeroState,
     abstract,
-    check_axes,
-    check_count,
     choose_part,
-    constrain,
-    explicit_part,
     find_placement,
-    full_spec,
-    is_explicit,
-    mark,
-    on_user_axes,
     spec_of_user,
-    store,
 )
 
 
@@ -235,28 +232,29 @@ def _zero(
         placement, mesh = _plan(params, stage)
 
         def compute(params: Any) -> Any:
-            return _store_state(inner.init(map_logical(view, params)), placement)
+            return store_state(inner.init(map_logical(view, params)), placement)
 
-        inner_state = _globally(compute, placement, mesh)(params)
-        if find_placement(inner_state) is not None:
-            find_placement((ZeroState(inner_state, placement), inner_state))  # says so
+        inner_state = on_global_arrays(compute, placement, mesh)(params)
+        find_placement((ZeroState(inner_state, placement), inner_state))  # refuses nested stages
         return ZeroState(inner_state, placement)
 
     def run(updates: Any, state: Any, params: Any, extra: Any, finish: Any) -> tuple[Any, Any]:
         placement = _check_state(state, stage)
-        grads, mesh = _reduce(updates, params, placement)
-        shards = None if params is None else _split(params, placement, mesh)
+        grads, mesh = reduce_to_parts(updates, params, placement)
+        if placement.stage < 3 and params is not None:  # or a loop over steps might carry parts
+            params = lie_whole(params, placement, mesh)
+        shards = None if params is None else split_up(params, placement, mesh)
 
         def compute(grads: Any, inner_state: Any, shards: Any, arrays: Any) -> Any:
             grads, state, whole = map_logical(view, (grads, inner_state, shards))
             new, state = inner.update(grads, state, whole, **extra | arrays)
             new = finish(whole, new)
-            return _store(new, placement), _store_state(state, placement)
+            return store_updates(new, placement), store_state(state, placement)
 
         arrays = {name: x for name, x in extra.items() if isinstance(x, jax.Array)}
-        on_all = _globally(compute, placement, mesh)
+        on_all = on_global_arrays(compute, placement, mesh)
         new, inner_state = on_all(grads, state.inner_state, shards, arrays)
-        new = _gather(new, placement, mesh) if placement.stage < 3 else new
+        new = gather_whole(new, placement, mesh) if placement.stage < 3 else new
         return new, ZeroState(inner_state, placement)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -348,22 +346,12 @@ def _in_backward(stage: _Stage, leaves: Any, count: int, mesh: AnyMesh) -> bool:
     """Whether gradients are reduced in the backward pass: `zero2`'s default is decided here."""
     if stage.reduce is not None:
         return stage.reduce == "microbatch"
-    limit = _memory_of_a_device(mesh)
+    limit = memory_of_a_device(mesh)
     size = sum(leaf.size for _, leaf in leaves)
     params = sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)
     # a full float32 accumulator; state as large as Adam's with a float32 copy of the parameters
     needed = params + 4 * size + 12 * size / count
     return limit is None or needed > limit / 2
-
-
-def _memory_of_a_device(mesh: AnyMesh) -> int | None:
-    """Bytes of memory, if a device tells."""
-    # while the state is made the mesh is abstract; its devices are then those of this process
-    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.local_devices()[0]
-    try:
-        return (device.memory_stats() or {}).get("bytes_limit")
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return None  # a device that is not there, of a topology compiled for
 
 
 def _check_state(state: Any, stage: _Stage) -> Placement:
@@ -381,138 +369,6 @@ def _check_state(state: Any, stage: _Stage) -> Placement:
             "jdp.restage(state, like), where like is jdp.init_state(params, tx, mesh) for this tx."
         )
     return placement
-
-
-def _globally(compute: Callable[..., Any], placement: Placement, mesh: AnyMesh) -> Any:
-    """Runs a function of global arrays and says where its results lie.
-
-    Optimizers are not written with Explicit axes in mind, so those become Auto meanwhile.
-    """
-    axes = placement.axes
-
-    def spec(path: Any, leaf: Any) -> P:
-        return full_spec(placement.part_of(path, leaf.shape), axes) if leaf.shape else P()
-
-    def place(path: Any, leaf: Any) -> NamedSharding:
-        return explicit_part(NamedSharding(mesh, spec(path, leaf)))
-
-    def run(*args: Any) -> Any:
-        if not is_explicit(mesh):
-            results = compute(*args)
-            return jax.tree_util.tree_map_with_path(
-                lambda path, leaf: constrain(leaf, placement.part_of(path, leaf.shape), mesh, axes),
-                results,
-                is_leaf=is_padded,
-            )
-        # of arrays that lie nowhere yet: an Explicit type cannot be cut to an uneven length
-        bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            results = jax.eval_shape(compute, *bare)
-        places = jax.tree_util.tree_map_with_path(place, results, is_leaf=is_padded)
-        # one placement for each stored array: a Padded node has one child
-        places = jax.tree.unflatten(jax.tree.structure(results), jax.tree.leaves(places))
-        names = [
-            name
-            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-            if kind == AxisType.Explicit
-        ]
-        run = _on_auto_axes(compute, spec) if len(names) < len(mesh.axis_names) else compute
-        return jax.sharding.auto_axes(run, axes=tuple(names), out_sharding=places)(*args)
-
-    return run
-
-
-def _on_auto_axes(compute: Callable[..., Any], axes_of: Callable[..., P]) -> Any:
-    """The same function, its results split over the user's Auto axes as well."""
-
-    def run(*args: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: jax.tree.map(
-                lambda x: jax.lax.with_sharding_constraint(x, axes_of(path, leaf)), leaf
-            ),
-            compute(*args),
-            is_leaf=is_padded,
-        )
-
-    return run
-
-
-def _store(updates: Any, placement: Placement) -> Any:
-    """Logical arrays, one for each parameter, as they are stored."""
-    leaves, treedef = jax.tree.flatten(updates, is_leaf=is_padded)
-    check_count(leaves, placement)
-    pairs = zip(leaves, placement.parts, strict=True)
-    return treedef.unflatten([store(leaf, part) for leaf, part in pairs])
-
-
-def _store_state(state: Any, placement: Placement) -> Any:
-    """Logical arrays of an optimizer state as they are stored."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: store(leaf, placement.part_of(path, leaf.shape)) if leaf.shape else leaf,
-        jax.tree.map(jnp.asarray, state),
-    )
-
-
-def _split(params: Any, placement: Placement, mesh: AnyMesh) -> Any:
-    """Whole parameters, or reduced gradients, as they are stored when split; nothing is sent."""
-    leaves, treedef = jax.tree.flatten(params, is_leaf=is_padded)
-    check_count(leaves, placement)
-    stored = [
-        constrain(leaf if is_padded(leaf) else store(leaf, part), part, mesh, placement.axes)
-        for leaf, part in zip(leaves, placement.parts, strict=True)
-    ]
-    return treedef.unflatten(stored)
-
-
-def _reduce(updates: Any, params: Any, placement: Placement) -> tuple[Any, AnyMesh]:
-    """Gradients split over the devices, in float32 or wider, and the mesh they lie on."""
-    leaves = jax.tree.leaves(updates, is_leaf=is_gradient)
-    if any(map(is_reduced, leaves)):
-        updates = take_reduced(updates)
-    if not any(map(is_per_replica, leaves)):
-        mesh = ambient_mesh(updates) or ambient_mesh(params) or placement.mesh
-        return _split(widen(updates), placement, mesh), mesh
-    values, axes, mesh = take_per_replica(updates, placement.name)
-    check_axes(placement, axes)
-    values, treedef = jax.tree.flatten(values)
-    check_count(values, placement)
-
-    def local(values: list[jax.Array]) -> list[jax.Array]:
-        return reduce_parts([value[0] for value in values], placement, axes)
-
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=P(axes),
-        out_specs=[part.over(placement.axes) for part in placement.parts],
-        axis_names=set(axes),
-    )
-    stored = zip(run(values), placement.parts, strict=True)
-    return treedef.unflatten([mark(value, part) for value, part in stored]), mesh
-
-
-def reduce_parts(
-    values: list[jax.Array], placement: Placement, axes: tuple[str, ...]
-) -> list[jax.Array]:
-    """On one device: from its gradients to its parts of their mean over `axes`, stored."""
-    wire, split = placement.wire_dtype, placement.axes
-    rest = tuple(name for name in axes if name not in split)
-    whole = [i for i, part in enumerate(placement.parts) if part.dim is None]
-    means = collectives.mean([values[i] for i in whole], axes, wire_dtype=wire)
-    found = dict(zip(whole, means, strict=True))
-    for i, part in enumerate(placement.parts):
-        if part.dim is not None:
-            scatter = functools.partial(
-                collectives.sum_scatter, axis_name=split, dim=part.dim, wire_dtype=wire
-            )
-            total = on_user_axes(scatter, part.spec)(stored_array(store(values[i], part)))
-            found[i] = total / jax.lax.axis_size(split)
-    if rest:
-        split_up = [i for i in found if placement.parts[i].dim is not None]
-        found.update(
-            zip(split_up, collectives.mean([found[i] for i in split_up], rest), strict=True)
-        )
-    return widen([found[i] for i in range(len(values))])
 
 
 def _as_sent(stage: int, params: Any, updates: Any) -> Any:
@@ -542,33 +398,3 @@ def _as_updates(sent: Any, params: Any) -> Any:
         return new.astype(jnp.float32) - old.astype(jnp.float32) if narrow else new
 
     return jax.tree.map(one, sent, params)
-
-
-def _gather(stored: Any, placement: Placement, mesh: AnyMesh) -> Any:
-    """Whole arrays, one for each parameter, on every device."""
-    leaves, treedef = jax.tree.flatten(stored, is_leaf=is_padded)
-
-    def local(leaves: list[jax.Array]) -> list[jax.Array]:
-        return [
-            leaf if part.dim is None else join_part(leaf, part, placement.axes)
-            for leaf, part in zip(leaves, placement.parts, strict=True)
-        ]
-
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=([part.over(placement.axes) for part in placement.parts],),
-        out_specs=P(),
-        axis_names=set(placement.axes),
-    )
-    return treedef.unflatten(run([stored_array(leaf) for leaf in leaves]))
-
-
-def join_part(
-    part_of_it: jax.Array, part: Part, axes: tuple[str, ...], to: str = "invarying"
-) -> jax.Array:
-    """On one device: from its stored part to the whole, logical array."""
-    dim = part.dim or 0
-    join = functools.partial(collectives.join, axis_name=axes, dim=dim, to=to)
-    whole = on_user_axes(join, part.spec)(part_of_it)
-    return jax.lax.slice_in_dim(whole, 0, part.size, axis=dim) if part.padded else whole

@@ -12,12 +12,12 @@ import functools
 import inspect
 import warnings
 
+import home_made as made
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from jax.flatten_util import ravel_pytree
 
 RATE = 0.05
 ADAM = optax.adam(RATE)
@@ -205,99 +205,20 @@ def construct(name, function, shapes):
     return tx
 
 
-# -- Home-made ones: what people write themselves.
-
-
-def mean_subtraction():
-    """From every entry the mean over all parameters."""
-
-    def update(updates, params):
-        del params
-        mean = sum(map(jnp.sum, jax.tree.leaves(updates))) / optax.tree.size(updates)
-        return jax.tree.map(lambda u: u - 0.5 * mean, updates)
-
-    return optax.stateless(update)
-
-
-def tensor_norm():
-    return optax.stateless_with_tree_map(lambda u, p: u / (jnp.linalg.norm(u.ravel()) + 1e-6))
-
-
-def matrix_products():
-    """A step of an iteration towards the nearest orthogonal matrix."""
-
-    def one(u, p):
-        del p
-        if u.ndim < 2:
-            return u
-        u = u / jnp.linalg.norm(u)
-        return 1.5 * u - 0.5 * u @ u.T @ u
-
-    return optax.stateless_with_tree_map(one)
-
-
-def noise():
-    """Noise from a key in the state, another for each leaf."""
-
-    def update(updates, key, params=None):
-        del params
-        key, *keys = jax.random.split(key, 1 + len(jax.tree.leaves(updates)))
-        keys = jax.tree.unflatten(jax.tree.structure(updates), keys)
-        return jax.tree.map(lambda u, k: u + jax.random.normal(k, u.shape), updates, keys), key
-
-    return optax.GradientTransformation(lambda params: jax.random.key(7), update)
-
-
-def along_the_tree():
-    """All leaves as one vector, in which each entry is given what its neighbours have."""
-
-    def update(updates, params):
-        del params
-        vector, back = ravel_pytree(updates)
-        return back(vector + 0.3 * jnp.roll(vector, 1) + 0.01 * jnp.cumsum(vector))
-
-    return optax.stateless(update)
-
-
-def clipped_at_the_median():
-    return optax.stateless_with_tree_map(
-        lambda u, p: jnp.clip(u, -jnp.median(jnp.abs(u)), jnp.median(jnp.abs(u)))
-    )
-
-
-def factors():
-    """State that mirrors no parameter: a mean for each row, and one for each column."""
-
-    def init(params):
-        return [(jnp.zeros(p.shape[:1]), jnp.zeros(p.shape[1:])) for p in jax.tree.leaves(params)]
-
-    def update(updates, state, params=None):
-        del params
-        leaves, treedef = jax.tree.flatten(updates)
-        new = []
-        for i, (u, (rows, columns)) in enumerate(zip(leaves, state, strict=True)):
-            if u.ndim == 2:
-                rows = 0.9 * rows + 0.1 * jnp.mean(u**2, axis=1)
-                columns = 0.9 * columns + 0.1 * jnp.mean(u**2, axis=0)
-                leaves[i] = u / jnp.sqrt(jnp.outer(rows, columns) / jnp.mean(rows) + 1e-6)
-            new.append((rows, columns))
-        return treedef.unflatten(leaves), new
-
-    return optax.GradientTransformation(init, update)
+# -- Home-made ones, and compositions of Optax's.
 
 
 def home_made(shapes):
-    """Home-made transformations, and compositions of Optax's."""
     inject = optax.inject_hyperparams(optax.sgd)
     warmup = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 6)
     return {
-        "mean subtraction": then_step(mean_subtraction()),
-        "norm of a tensor": then_step(tensor_norm()),
-        "matrix products": then_step(matrix_products()),
-        "noise": then_step(noise()),
-        "along the tree": then_step(along_the_tree()),
-        "median": then_step(clipped_at_the_median()),
-        "factors": then_step(factors()),
+        "mean subtraction": then_step(made.mean_subtraction()),
+        "norm of a tensor": then_step(made.tensor_norm()),
+        "matrix products": then_step(made.matrix_products()),
+        "noise": then_step(made.noise()),
+        "along the tree": then_step(made.along_the_tree()),
+        "median": then_step(made.clipped_at_the_median()),
+        "factors": then_step(made.factors()),
         "clip, adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE)),
         "adamw, no decay of vectors": optax.adamw(RATE, mask=on(shapes, 2)),
         "schedule": optax.adamw(warmup),

@@ -109,7 +109,11 @@ def _part(loss_fn, params, rows, key, j):
         out = loss_fn(params, rows, *given)
         loss, aux = out if isinstance(out, tuple) else (out, {})
         means = {"loss": loss} | aux
-        means = {n: m if isinstance(m, jdp.Mean) else jdp.Mean(m, 1.0) for n, m in means.items()}
+        share = getattr(loss, "weight", 1.0)  # of the microbatch; plain numbers count by it
+        means = {
+            name: mean if isinstance(mean, jdp.Mean) else jdp.Mean(share * mean, share)
+            for name, mean in means.items()
+        }
         return means["loss"].total, means
 
     (_, means), grads = jax.value_and_grad(total, has_aux=True)(params)

@@ -165,7 +165,8 @@ def test_zero3_gathers_a_layer_at_a_time(name):
     # a bias is not needed in the backward pass, unless the layer is computed anew
     anew = "checkpoint" in name or name == "layerwise"
     again = LAYER if anew else [ODD, KERNEL]
-    assert in_loops(sent, "all-gather") == sorted((LAYER + again) * scans)
+    ways = [again, [ODD, KERNEL]] if name == "layerwise" else [again]  # jax 0.10 sees it is unused
+    assert in_loops(sent, "all-gather") in [sorted((LAYER + way) * scans) for way in ways]
     assert in_loops(sent, "reduce-scatter") == sorted(LAYER * scans)
     outside = [c.bytes for c in sent if not c.in_loop and c.kind != "all-reduce"]
     assert max(outside) == PARAMS["embedding"].nbytes

@@ -310,10 +310,16 @@ def test_a_step_without_jit():
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("min_size", [0, 256])
 def test_evaluation_takes_split_parameters(kind, min_size):
+    """Also a metric that multiplies two of them, which are stored padded, with each other."""
+
+    def metric(params, batch):
+        loss = sharded.masked(params, batch)
+        return jdp.Mean(loss.total * (params["odd"] @ params["three"]).sum(), loss.weight)
+
     mesh = mesh_of(kind=kind)
     params = jdp.init_state(PARAMS, zero("3", min_size=min_size), mesh).params
-    step = jdp.eval_step(sharded.masked, mesh, microbatch=4)
-    want = sharded.masked(PARAMS, BATCH)
+    step = jdp.eval_step(metric, mesh, microbatch=4)
+    want = metric(PARAMS, BATCH)
     assert_close(step(params, BATCH), want)
     assert_close(jdp.evaluate(step, params, [BATCH, BATCH]), want.value)
 
