@@ -5,9 +5,8 @@
 
 In: per-replica gradients, as for `jdp.all_reduce`, or those that `jdp.zero2` and `jdp.zero3` have
 reduced in the backward pass, of which each device adds up its part. Out: updates. The inner
-transformation sees
-one call for every k, so its schedules and counters count applied updates. `multi_steps` belongs
-outermost: what stands outside it would run on every call, on zeros.
+transformation sees one call for every k, so its schedules and counters count applied updates.
+`multi_steps` belongs outermost: what stands outside it would run on every call, on zeros.
 """
 
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from jdp.replica import (
     is_gradient,
     is_per_replica,
     is_reduced,
+    is_stored,
     map_per_replica,
     take_per_replica,
     take_reduced,
@@ -211,8 +211,7 @@ def _gather(updates: Any, state: MultiStepsState) -> MultiStepsState:
 
 def _sums(state: MultiStepsState) -> list[Any]:
     """The sums, one for each parameter."""
-    is_leaf = lambda x: is_per_replica(x) or is_padded(x)  # noqa: E731
-    return jax.tree.leaves(state.accumulated, is_leaf=is_leaf)
+    return jax.tree.leaves(state.accumulated, is_leaf=is_stored)
 
 
 def _mean(state: MultiStepsState, like: Any) -> Any:

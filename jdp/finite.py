@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdp.mesh import is_whole
 from jdp.replica import (
+    find_nodes,
     give_per_replica,
     give_reduced,
     is_gradient,
@@ -29,6 +30,7 @@ from jdp.replica import (
     take_per_replica,
     take_reduced,
     weight_of,
+    widen,
 )
 
 
@@ -284,12 +286,8 @@ def global_norm(tree: Any) -> jax.Array:
             "replicas' gradients is not that of their mean. Reduce them first, "
             "optax.chain(jdp.all_reduce(), ...), or take the norm inside the ZeRO stage."
         )
-    squares = [jnp.sum(jnp.square(jnp.abs(_at_least_float32(x)))) for x in leaves]
+    squares = [jnp.sum(jnp.square(jnp.abs(widen(x)))) for x in leaves]
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
-
-
-def _at_least_float32(x: Any) -> jax.Array:
-    return jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
 
 
 def _all_or_nothing(
@@ -338,7 +336,7 @@ def _finite(tree: Any) -> jax.Array:
 
 def _unscale(grads: Any, scale: jax.Array) -> Any:
     """Gradients of the loss, at least float32, from those of scale * loss."""
-    divide = functools.partial(jax.tree.map, lambda g: _at_least_float32(g) / scale)
+    divide = functools.partial(jax.tree.map, lambda g: widen(g) / scale)
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_gradient)
     if any(map(is_reduced, leaves)):
         return give_reduced(divide(take_reduced(leaves)), weight_of(grads), treedef)
@@ -370,8 +368,7 @@ def _count(state: Any, ok: jax.Array) -> dict[str, jax.Array]:
 
 def _nodes(opt_state: Any) -> list[LossScaleState]:
     """All states of loss scales, also those inside others."""
-    is_leaf = lambda x: isinstance(x, LossScaleState)  # noqa: E731
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_leaf) if is_leaf(x)]
+    found = find_nodes(opt_state, LossScaleState)
     return found + [inside for node in found for inside in _nodes(node.inner_state)]
 
 

@@ -29,9 +29,9 @@ from jdp.mesh import AxisNames, data_axes
 from jdp.microbatch import Layout, lay_out, on_replicas, over_microbatches, sum_over, varying_axes
 from jdp.padded import map_logical, view
 from jdp.remat import checkpoint_policy
-from jdp.replica import give_per_replica, give_reduced
+from jdp.replica import give_per_replica, give_reduced, wide
 from jdp.split import Placement, as_stored, check_axes, mark
-from jdp.unshard import PARAMS, Split, Whole, wide
+from jdp.unshard import PARAMS, Split, Whole
 
 _TOTAL, _WEIGHT = "jdp: total of a loss", "jdp: weight of a loss"
 

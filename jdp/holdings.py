@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, Sharding
 
-from jdp.replica import is_per_replica
+from jdp.replica import is_per_replica, is_stored
 from jdp.split import is_padded
 
 
@@ -77,8 +77,7 @@ def holdings(tree: Any) -> Holdings:
         >>> [(row.lies, row.bytes) for row in holdings(state).rows if "w" in row.path]
         [('whole on each of 8', 2048), ('split: dim 0 over data (8)', 256)]
     """
-    is_leaf = lambda x: is_padded(x) or is_per_replica(x)  # noqa: E731
-    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored)[0]
     rows, parts = [], {}
     for path, leaf in paths:
         found = _rows(path, leaf)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp.mesh import is_whole
+from jdp.replica import widen
 
 WEIGHT = "weight"
 """The key under which a batch carries the weight of each example; 0 marks padding."""
@@ -176,7 +177,7 @@ def take_apart(output: Any, *, has_model_state: bool, batch: Any) -> Parts:
     if not weighted:
         loss = Mean(loss, 1.0)
     _check_loss(loss)
-    loss = Mean(_widen(loss.total), _valid(_widen(loss.weight)) if weighted else jnp.float32(1))
+    loss = Mean(widen(loss.total), _valid(widen(loss.weight)) if weighted else jnp.float32(1))
     return Parts(loss, weigh(aux, loss.weight), model_state, Form(len(parts), weighted))
 
 
@@ -214,7 +215,7 @@ def weigh(metrics: Any, weight: Any) -> Any:
                     "numbers, or jdp.Mean(total, weight); leave out what is not a metric."
                 )
         if isinstance(leaf, Mean):
-            return Mean(_widen(leaf.total), _valid(_widen(leaf.weight)))
+            return Mean(widen(leaf.total), _valid(widen(leaf.weight)))
         if jnp.shape(leaf) != ():
             raise ValueError(
                 f"The metric {where} has the shape {jnp.shape(leaf)}. Each "
@@ -223,7 +224,7 @@ def weigh(metrics: Any, weight: Any) -> Any:
                 "example cannot be averaged: reduce it in the function."
             )
         # a microbatch of weight 0 may hold 0/0, which must not spoil the others
-        return Mean(jnp.where(weight == 0, 0.0, _widen(leaf) * weight), weight)
+        return Mean(jnp.where(weight == 0, 0.0, widen(leaf) * weight), weight)
 
     return jax.tree_util.tree_map_with_path(one, metrics, is_leaf=is_mean)
 
@@ -255,11 +256,6 @@ def _check_loss(loss: Mean) -> None:
             f"The loss has the dtype {jnp.result_type(loss.total)}; gradients need a real "
             "floating-point loss. Cast it, or check what the loss function returns."
         )
-
-
-def _widen(x: Any) -> jax.Array:
-    """To float32, or to what is wider: sums over many microbatches must not stall."""
-    return jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
 
 
 def _valid(weight: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ from jdp.replica import (
     is_reduced,
     take_per_replica,
     take_reduced,
+    wide,
     widen,
 )
 from jdp.split import (
@@ -210,3 +211,32 @@ def join_part(
     join = functools.partial(collectives.join, axis_name=axes, dim=dim, to=to)
     whole = on_user_axes(join, part.spec)(part_of_it)
     return jax.lax.slice_in_dim(whole, 0, part.size, axis=dim) if part.padded else whole
+
+
+def as_sent(stage: int, params: Any, updates: Any) -> Any:
+    """Updates as they are sent: in the parameter's dtype.
+
+    For a narrow dtype it is the new parameter that is sent, since its difference from the old one
+    may not be a number of that dtype; see `as_updates`.
+    """
+    if params is None:
+        return updates
+
+    def one(update: jax.Array, param: jax.Array) -> jax.Array:
+        if param.dtype.itemsize >= 4 or stage == 3:
+            return update.astype(wide(param))
+        return (param + update).astype(param.dtype)
+
+    return jax.tree.map(one, updates, params)
+
+
+def as_updates(sent: Any, params: Any) -> Any:
+    """Whole updates from what was sent; float32 holds the difference of two narrow numbers."""
+    if params is None:
+        return sent
+
+    def one(new: jax.Array, old: jax.Array) -> jax.Array:
+        narrow = old.dtype.itemsize < 4
+        return new.astype(jnp.float32) - old.astype(jnp.float32) if narrow else new
+
+    return jax.tree.map(one, sent, params)

@@ -18,7 +18,7 @@ import optax
 
 from jdp.collectives import check_wire_dtype
 from jdp.loss import WEIGHT, Mean, is_mean
-from jdp.replica import is_gradient
+from jdp.replica import find_nodes, is_gradient, widen
 from jdp.unshard import is_shard
 
 
@@ -134,8 +134,7 @@ def check_master(params: Any, opt_state: Any) -> None:
         >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
         >>> check_master(params, jdp.master_weights(optax.adam(1e-3)).init(params))
     """
-    is_leaf = lambda x: isinstance(x, MasterWeightsState)  # noqa: E731
-    if any(map(is_leaf, jax.tree.leaves(opt_state, is_leaf=is_leaf))):
+    if find_nodes(opt_state, MasterWeightsState):
         return
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4:
@@ -305,9 +304,7 @@ def _widen(output: Any) -> Any:
     """Floating-point numbers of a loss and its aux in float32, if they are narrower."""
 
     def wide(x: Any) -> Any:
-        if not jnp.issubdtype(getattr(x, "dtype", object), jnp.floating):
-            return x
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return widen(x) if jnp.issubdtype(getattr(x, "dtype", object), jnp.floating) else x
 
     def one(leaf: Any) -> Any:
         if not is_mean(leaf):

@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp.mesh import AnyMesh, AxisNames, ambient_mesh, axis_size, data_axes
+from jdp.padded import Padded
 
 UNREDUCED = "jdp: gradient that differs by replica"
 TAKEN = "jdp: gradient taken by a reduction"
@@ -188,6 +189,11 @@ def is_per_replica(leaf: Any) -> bool:
     return isinstance(leaf, PerReplica)
 
 
+def is_stored(leaf: Any) -> bool:
+    """Whether a node is an array stored in a way of its own, `PerReplica` or `Padded`."""
+    return isinstance(leaf, (PerReplica, Padded))
+
+
 def map_per_replica(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`jax.tree.map` that hands over whole `PerReplica` nodes."""
     return jax.tree.map(fn, tree, *rest, is_leaf=is_per_replica)
@@ -232,9 +238,20 @@ def take_per_replica(updates: Any, caller: str) -> tuple[Any, tuple[str, ...], A
     return values, first.axes, first.mesh
 
 
+def wide(x: Any) -> Any:
+    """The dtype in which values like x are added up: float32, or wider."""
+    return jnp.promote_types(jnp.result_type(x), jnp.float32)
+
+
 def widen(tree: Any) -> Any:
     """To float32 what is narrower: norms and moments of gradients are taken in it."""
-    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
+    return jax.tree.map(lambda x: jnp.asarray(x, wide(x)), tree)
+
+
+def find_nodes(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:
+    """The outermost nodes of these types in a pytree, such as an optimizer state."""
+    is_kind = lambda node: isinstance(node, kinds)  # noqa: E731
+    return list(filter(is_kind, jax.tree.leaves(tree, is_leaf=is_kind)))
 
 
 def weight_of(updates: Any) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdp.padded import is_padded, put, view
-from jdp.replica import PerReplica, is_per_replica
+from jdp.padded import put, view
+from jdp.replica import PerReplica, is_per_replica, is_stored
 
 
 def restage(state: Any, like: Any) -> Any:
@@ -53,10 +53,9 @@ def restage(state: Any, like: Any) -> Any:
         >>> new.params["w"].sharding.shard_shape((64, 8))
         (8, 8)
     """
-    is_leaf = lambda x: is_padded(x) or is_per_replica(x)  # noqa: E731
-    olds = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_leaf)[0]
-    news, _ = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_leaf)
-    treedef = jax.tree.structure(like, is_leaf=is_leaf)
+    olds = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_stored)[0]
+    news, _ = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_stored)
+    treedef = jax.tree.structure(like, is_leaf=is_stored)
     for (old_path, old), (new_path, new) in zip(olds, news, strict=False):
         _check(old_path, old, new_path, new)
     if len(olds) != len(news):

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdp.mesh import DATA_AXES, AnyMesh, ambient_mesh, axis_size
 from jdp.padded import Padded, is_padded, lengthen, put, stored_array
+from jdp.replica import find_nodes
 
 MIN_SIZE = 256  # elements: below, another collective costs more than 3 KB of optimizer state
 
@@ -328,8 +329,7 @@ def find_placement(opt_state: Any) -> Placement | None:
     Raises:
         ValueError: If there are two, one beside or inside the other.
     """
-    is_zero = lambda node: isinstance(node, ZeroState)  # noqa: E731
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_zero) if is_zero(node)]
+    found = find_nodes(opt_state, ZeroState)
     if not found:
         return None
     if len(found) > 1 or find_placement(found[0].inner_state) is not None:

@@ -24,7 +24,7 @@ from jdp.padded import logical
 from jdp.precision import check_master
 from jdp.processes import broadcast as broadcast_values
 from jdp.processes import same_everywhere
-from jdp.replica import PerReplica, is_per_replica
+from jdp.replica import PerReplica, find_nodes, is_per_replica
 from jdp.split import (
     Placement,
     ZeroState,
@@ -307,11 +307,8 @@ def _flush(tx: optax.GradientTransformation, state: TrainState) -> TrainState:
 
 def check_outermost(opt_state: Any) -> None:
     """Refuses transformations around `multi_steps`: they would run on every call, on zeros."""
-    is_leaf = lambda x: isinstance(x, MultiStepsState)  # noqa: E731
-    nodes = jax.tree.leaves(opt_state, is_leaf=is_leaf)
-    inside = opt_state.inner_state if isinstance(opt_state, MultiStepsState) else None
-    nested = jax.tree.leaves(inside, is_leaf=is_leaf)
-    if any(map(is_leaf, nested)) or (any(map(is_leaf, nodes)) and inside is None):
+    outermost = isinstance(opt_state, MultiStepsState)
+    if find_nodes(opt_state.inner_state if outermost else opt_state, MultiStepsState):
         raise ValueError(
             "jdp.multi_steps stands inside another transformation, which would run on every call, "
             "also on those that only accumulate: weight decay would act k times, schedules run k "

@@ -25,6 +25,7 @@ from jdp.lazy import GATHER, uses
 from jdp.microbatch import Layout, vary
 from jdp.padded import lengthen
 from jdp.remat import READ, checkpoint_policy, refuse_gathers
+from jdp.replica import wide
 from jdp.split import Part, Placement, on_user_axes
 
 PARAMS = "jdp: parameters"
@@ -74,8 +75,7 @@ def gather_params(tree: Any) -> Any:
 class _How(NamedTuple):
     """How a part becomes the whole, and a gradient becomes a part; static."""
 
-    axes: tuple[str, ...]  # all axes along which replicas lie
-    split: tuple[str, ...]  # those that the parameter is split over
+    split: tuple[str, ...]  # axes that the parameter is split over
     dim: int  # counted from the end, so that a scan may take leading dims away
     part: Part
     gathers: bool
@@ -271,7 +271,6 @@ class Split:
         self._sources = vary(stored, layout.axes)
         self._hows = [
             _How(
-                layout.axes,
                 placement.axes,
                 (part.dim or 0) - leaf.ndim,
                 part,
@@ -385,11 +384,6 @@ class Split:
         )
         found.update({i: x / self._layout.replicas for i, x in zip(others, sums, strict=True)})
         return [found[i] for i in range(len(grads))]
-
-
-def wide(x: Any) -> Any:
-    """The dtype in which gradients of x are added up: float32, or wider."""
-    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _positive(weight: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ import optax
 
 from jdp.accumulate import MultiStepsState
 from jdp.finite import LossScaleState, SkipState
-from jdp.replica import PerReplica, Reduced, is_gradient
+from jdp.replica import PerReplica, Reduced, find_nodes
 from jdp.split import ZeroState, find_placement
 from jdp.state import TrainState, check_outermost
 from jdp.zero import Applying
@@ -47,10 +47,10 @@ def update(
                 "transformation. Convert the state with jdp.restage(state, like), where like is "
                 "jdp.init_state(params, tx, mesh) for this tx."
             ) from error
-        if any(kind.__name__ in str(error) for kind in (PerReplica, Reduced)):
+        if _speaks_of_gradients(error):
             raise ValueError(forgotten) from error
         raise
-    if any(map(is_gradient, jax.tree.leaves(updates, is_leaf=is_gradient))):
+    if _holds_gradients(updates):
         raise ValueError(forgotten)
     _check_updates(updates, state.params)
     _check_structure(state.opt_state, opt_state)
@@ -67,7 +67,7 @@ def _check_updates(updates: Any, params: Any) -> None:
             raise ValueError(
                 f"The update of params{jax.tree_util.keystr(path)} has the shape {jnp.shape(new)}, "
                 f"but the parameter has {jnp.shape(old)}: a transformation changes shapes (as "
-                "optax.contrib.scale_by_distance_over_gradients does to scalars), and the "
+                "optax.scale_by_distance_over_gradients does to scalars), and the "
                 "parameter would silently take on the new one."
             )
 
@@ -118,7 +118,7 @@ def _named(error: Exception) -> Exception:
     inner = [
         name for name in names if name not in ("chain", "named_chain", "with_extra_args_support")
     ]
-    if not inner or PerReplica.__name__ in str(error) or Reduced.__name__ in str(error):
+    if not inner or _speaks_of_gradients(error):
         return error
     kind = TypeError if isinstance(error, TypeError) else ValueError
     return kind(
@@ -134,11 +134,9 @@ def keep_if_skipped(new: Any, old: Any, opt_state: Any) -> Any:
 
     Of several calls that `jdp.multi_steps` gathers, only the last one is known to be skipped.
     """
-    is_skip = lambda x: isinstance(x, (SkipState, LossScaleState))  # noqa: E731
-    nodes = filter(is_skip, jax.tree.leaves(opt_state, is_leaf=is_skip))
     if new is None or isinstance(opt_state, MultiStepsState):
         return new
-    for node in nodes:
+    for node in find_nodes(opt_state, (SkipState, LossScaleState)):
         new = jax.tree.map(functools.partial(jnp.where, node.last_skipped), old, new)
     return new
 
@@ -163,4 +161,9 @@ def _check_structure(old: Any, new: Any) -> None:
 
 
 def _holds_gradients(tree: Any) -> bool:
-    return any(map(is_gradient, jax.tree.leaves(tree, is_leaf=is_gradient)))
+    return bool(find_nodes(tree, (PerReplica, Reduced)))
+
+
+def _speaks_of_gradients(error: Exception) -> bool:
+    """Whether JAX or optax could not make sense of gradients that no reduction has taken."""
+    return any(kind.__name__ in str(error) for kind in (PerReplica, Reduced))

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jdp import collectives
@@ -36,6 +35,8 @@ from jdp.mesh import (
 )
 from jdp.padded import is_padded, map_logical, view
 from jdp.parts import (
+    as_sent,
+    as_updates,
     gather_whole,
     lie_whole,
     on_global_arrays,
@@ -234,9 +235,9 @@ def _zero(
         def compute(params: Any) -> Any:
             return store_state(inner.init(map_logical(view, params)), placement)
 
-        inner_state = on_global_arrays(compute, placement, mesh)(params)
-        find_placement((ZeroState(inner_state, placement), inner_state))  # refuses nested stages
-        return ZeroState(inner_state, placement)
+        state = ZeroState(on_global_arrays(compute, placement, mesh)(params), placement)
+        find_placement(state)  # refuses nested stages
+        return state
 
     def run(updates: Any, state: Any, params: Any, extra: Any, finish: Any) -> tuple[Any, Any]:
         placement = _check_state(state, stage)
@@ -258,8 +259,8 @@ def _zero(
         return new, ZeroState(inner_state, placement)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        new, state = run(updates, state, params, extra, functools.partial(_as_sent, stage.number))
-        return _as_updates(new, params) if stage.number < 3 else new, state
+        new, state = run(updates, state, params, extra, functools.partial(as_sent, stage.number))
+        return as_updates(new, params) if stage.number < 3 else new, state
 
     def apply(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         return run(updates, state, params, extra, optax.apply_updates)
@@ -369,32 +370,3 @@ def _check_state(state: Any, stage: _Stage) -> Placement:
             "jdp.restage(state, like), where like is jdp.init_state(params, tx, mesh) for this tx."
         )
     return placement
-
-
-def _as_sent(stage: int, params: Any, updates: Any) -> Any:
-    """Updates as they are sent: in the parameter's dtype.
-
-    For a narrow dtype it is the new parameter that is sent, since its difference from the old one
-    may not be a number of that dtype; see `_as_updates`.
-    """
-    if params is None:
-        return updates
-
-    def one(update: jax.Array, param: jax.Array) -> jax.Array:
-        if param.dtype.itemsize >= 4 or stage == 3:
-            return update.astype(jnp.promote_types(param.dtype, jnp.float32))
-        return (param + update).astype(param.dtype)
-
-    return jax.tree.map(one, updates, params)
-
-
-def _as_updates(sent: Any, params: Any) -> Any:
-    """Whole updates from what was sent; float32 holds the difference of two narrow numbers."""
-    if params is None:
-        return sent
-
-    def one(new: jax.Array, old: jax.Array) -> jax.Array:
-        narrow = old.dtype.itemsize < 4
-        return new.astype(jnp.float32) - old.astype(jnp.float32) if narrow else new
-
-    return jax.tree.map(one, sent, params)
