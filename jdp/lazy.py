@@ -4,7 +4,10 @@ In: its program, in which the parameters and the places where `jdp.gather_params
 names. Out: the leaves that are used there and nowhere else. Programs are read, never changed.
 """
 
+import collections
 from typing import Any
+
+import jax.numpy as jnp
 
 from jdp.dataflow import bodies, is_literal, named
 
@@ -45,6 +48,32 @@ def uses(
             for mine, theirs in zip(found, inside, strict=True):
                 mine.update(theirs)
     otherwise.update(leaves[v] for v in jaxpr.outvars if not is_literal(v) and v in leaves)
+    return found
+
+
+def check_numbers(whole: Any, lazy: Any) -> None:
+    """Refuses a loss function that counts the parts of parameters for the parameters."""
+    wanted, found = _numbers(whole), _numbers(lazy)
+    if wanted != found:
+        have = ", ".join(found - wanted) or "none"
+        raise ValueError(
+            f"The loss function computes with numbers ({', '.join(wanted - found) or 'none'}) that "
+            f"become others ({have}) when jdp.gather_params gathers its parameters a layer at a "
+            "time: it counts the leaves of params, or their sizes, and until a parameter is "
+            "gathered its leaves are the parts that a device holds. Count before the loss function "
+            "is made: n = sum(x.size for x in jax.tree.leaves(params))."
+        )
+
+
+def _numbers(program: Any) -> collections.Counter[str]:
+    """The numbers that stand in a (closed) program, but for those in custom gradients."""
+    found = collections.Counter(str(x) for x in program.consts if jnp.ndim(x) == 0)
+    todo = [program.jaxpr]
+    while todo:
+        for eqn in todo.pop().eqns:
+            if not eqn.primitive.name.startswith("custom_vjp_call"):
+                found.update(str(v.val) for v in eqn.invars if is_literal(v))
+                todo += bodies(eqn)
     return found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -78,14 +79,13 @@ class Padded:
         return self.value.sharding
 
     def __jax_array__(self) -> jax.Array:
-        sharding = jax.typeof(self.value).sharding
+        sharding, value = jax.typeof(self.value).sharding, self.value
         spec = tuple(sharding.spec)
         if self.dim < len(spec) and isinstance(spec[self.dim], (str, tuple)):
             # an Explicit type cannot be cut to an uneven length
             place = P(*spec[: self.dim], None, *spec[self.dim + 1 :])
-            value = jax.sharding.reshard(self.value, NamedSharding(sharding.mesh, place))
-            return jax.lax.slice_in_dim(value, 0, self.length, axis=self.dim)
-        return jax.lax.slice_in_dim(self.value, 0, self.length, axis=self.dim)
+            value = jax.sharding.reshard(value, NamedSharding(sharding.mesh, place))
+        return jax.lax.slice_in_dim(value, 0, self.length, axis=self.dim)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         stored = np.asarray(self.value)
@@ -119,15 +119,38 @@ def logical(tree: Any) -> Any:
         >>> jdp.logical({"w": jdp.Padded(jnp.arange(8.0), dim=0, length=3)})["w"]
         Array([0., 1., 2.], dtype=float32)
     """
-
-    def one(leaf: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_padded)
+    together: dict[Any, list[int]] = {}  # indices by the devices that the arrays lie on
+    for i, leaf in enumerate(leaves):
         if not is_padded(leaf):
-            return leaf
+            continue
         if isinstance(leaf.value, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        return jnp.asarray(leaf) if isinstance(leaf.value, jax.Array) else np.asarray(leaf)
+            leaves[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        elif isinstance(leaf.value, Tracer):
+            leaves[i] = view(leaf)
+        elif isinstance(leaf.value, jax.Array):
+            together.setdefault(frozenset(leaf.value.sharding.device_set), []).append(i)
+        else:
+            leaves[i] = np.asarray(leaf)
+    for indices in together.values():
+        # one program: each leaf takes a collective, and emulated devices bear few at a time
+        padded = [leaves[i] for i in indices]
+        whole = jax.jit(_views, out_shardings=[*map(_whole, padded)])
+        for i, array in zip(indices, whole(padded), strict=True):
+            leaves[i] = array
+    return treedef.unflatten(leaves)
 
-    return map_logical(one, tree)
+
+def _views(leaves: list[Padded]) -> list[jax.Array]:
+    return [view(leaf) for leaf in leaves]
+
+
+def _whole(leaf: Padded) -> NamedSharding | None:
+    """Where the logical array of a stored one lies: whole in the dim that was padded."""
+    if not isinstance(leaf.sharding, NamedSharding):
+        return None
+    spec = tuple(leaf.sharding.spec)
+    return NamedSharding(leaf.sharding.mesh, P(*spec[: leaf.dim], None, *spec[leaf.dim + 1 :]))
 
 
 def view(leaf: Any) -> Any:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jdp import collectives
-from jdp.lazy import GATHER, uses
+from jdp.lazy import GATHER, check_numbers, uses
 from jdp.microbatch import Layout, vary
 from jdp.padded import lengthen
 from jdp.remat import READ, checkpoint_policy, refuse_gathers
@@ -42,8 +42,8 @@ def gather_params(tree: Any) -> Any:
     layer. Anywhere else, and under any other stage or on one device, it changes nothing.
 
     Until then a parameter that is gathered so, and used in no other way, is no array but a node of
-    the tree; it has a shape, and arithmetic with it is an error. Sizes that a loss needs are
-    better counted outside of it than by walking the leaves of `params`.
+    the tree; it has a shape, and arithmetic with it is an error. Sizes that a loss needs must
+    be counted outside of it, not by walking the leaves of `params`, which is refused.
 
     Args:
         tree: Parameters that came in with the `params` of the loss function, or a slice of them
@@ -315,6 +315,10 @@ class Split:
             # bound to these rows, or the compiler would gather once, before the loop over
             # microbatches, and keep all of it
             sources, _ = jax.lax.optimization_barrier((sources, rows))
+        return self._nodes(slots, sources)
+
+    def _nodes(self, slots: list[jax.Array], sources: list[jax.Array] | None = None) -> Any:
+        sources = self._sources if sources is None else sources
         leaves = [
             Shard(slot, source, self._hows[i])
             if i in self._lazy
@@ -334,13 +338,18 @@ class Split:
         Where it does so only in functions under `jax.checkpoint`, they are gathered again in the
         backward pass anyhow, and what else is kept is left as the user has it.
         """
-        gathered, otherwise, bare = self._uses(call)
+        program, (gathered, otherwise, bare) = self._uses(call)
         self._lazy = frozenset(gathered - otherwise)
+        if self._lazy:
+            check_numbers(
+                program, jax.make_jaxpr(lambda slots: call(self._nodes(slots)))(self.slots)
+            )
         if self._placement.stage == 3 and self._placement.regather:
             checkpointed = bool(self._lazy) and not self._lazy & bare
             self.policy = None if checkpointed else self._regather
 
-    def _uses(self, call: Callable[[Any], Any]) -> tuple[set[int], set[int], set[int]]:
+    def _uses(self, call: Callable[[Any], Any]) -> tuple[Any, tuple[set[int], ...]]:
+        """The loss function's program with whole parameters, and what it does with them."""
         split = [i for i, part in enumerate(self._placement.parts) if part.dim is not None]
 
         def marked(slots: list[jax.Array]) -> Any:
@@ -352,17 +361,17 @@ class Split:
 
         token = _looking.set(True)
         try:
-            program = jax.make_jaxpr(marked)(self.slots).jaxpr
+            program = jax.make_jaxpr(marked)(self.slots)
         finally:
             _looking.reset(token)
         starts = {
             eqn.outvars[0]: int(eqn.params["name"].removeprefix(_LEAF))
-            for eqn in program.eqns
+            for eqn in program.jaxpr.eqns
             if eqn.primitive.name == "name" and eqn.params["name"].startswith(_LEAF)
         }
         starts = {var: i for var, i in starts.items() if i in split}
         front = {i: self._placement.parts[i].dim or 0 for i in split}
-        return uses(program, starts, front, bare=True)
+        return program, uses(program.jaxpr, starts, front, bare=True)
 
     def weigh(self, weight: jax.Array) -> jax.Array:
         """One number for all replicas, since what they differentiate is added up at once."""

@@ -237,3 +237,46 @@ def test_evaluation_of_a_loss_that_gathers():
     got = jdp.eval_step(INSIDE["plain"](jdp.gather_params), mesh_of())(params, BATCH)
     want = INSIDE["plain"](lambda layer: layer)(PARAMS, BATCH)
     assert_close(got.value if isinstance(got, jdp.Mean) else got, want)
+
+
+def counting(count):
+    """A loss divided by a number read off its parameters while they are not gathered yet."""
+
+    def make(gather):
+        plain = INSIDE["plain"](gather)
+        return lambda params, batch: plain(params, batch) / count(params["layers"])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda layers: sum(leaf.size for leaf in jax.tree.leaves(layers)),
+        lambda layers: len(jax.tree.leaves(layers)),
+        lambda layers: jnp.float32(jax.tree.leaves(layers)[0].shape[-1]),
+    ],
+)
+def test_numbers_counted_from_the_leaves_of_layers_that_are_not_gathered_are_refused(count):
+    with pytest.raises(ValueError, match="it counts the leaves of params, or their sizes"):
+        sharded.run(
+            STAGES["3"](INNER, min_size=0),
+            counting(count)(jdp.gather_params),
+            mesh_of(),
+            [BATCH],
+            params=PARAMS,
+        )
+
+
+def test_the_size_of_a_layer_is_its_logical_one():
+    count = lambda layers: sum(x.size for x in layers.values())  # noqa: E731
+    loss_fn, tx = counting(count)(jdp.gather_params), STAGES["3"](INNER, min_size=0)
+    state, _ = sharded.run(tx, loss_fn, mesh_of(), [BATCH], params=PARAMS)
+    want, _ = sharded.run(
+        optax.chain(jdp.all_reduce(), INNER),
+        counting(count)(lambda x: x),
+        mesh_of(),
+        [BATCH],
+        params=PARAMS,
+    )
+    assert_close(jdp.logical(state.params), want.params, 1e-5)

@@ -316,16 +316,20 @@ def temporary(stage, microbatch, rows=64):
 PARTS = TOTAL / 8
 
 
+OLD = jax.__version_info__ < (0, 11)
+
+
 @pytest.mark.parametrize(
-    ("stage", "more"), [("1", TOTAL), ("2 step", TOTAL), ("2", PARTS), ("3", 3 * PARTS)]
+    ("stage", "more"), [("1", TOTAL), ("2 step", TOTAL), ("2", 0), ("3", 3.5 * PARTS * OLD)]
 )
 def test_c03_an_accumulator_costs_what_the_table_says(stage, more):
     """Eight microbatches against one of the same size, in temporary memory of a device.
 
-    Under jax 0.10 zero3's loop copies the parts of the parameters and holds zeros for their
-    gradients, beside the sums: three parts, none of them whole.
+    A split accumulator is less than the whole gradient that one microbatch leaves behind. Under
+    jax 0.10 zero3's loop copies the parts of the parameters and holds zeros for their gradients,
+    beside the sums: three parts, none of them whole.
     """
-    assert temporary(stage, 1) - temporary(stage, 1, rows=8) <= 1.05 * more + 16384
+    assert temporary(stage, 1) - temporary(stage, 1, rows=8) <= more + 12 * 1024
 
 
 def test_c03_a_split_accumulator_saves_most_of_a_gradient():

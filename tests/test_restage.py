@@ -12,6 +12,7 @@ import reference
 from jax.sharding import AxisType
 
 import jdp
+from jdp import padded
 
 PARAMS, LOSS, _, BATCH = reference.mlp()
 # 11 x 5 and 13 are divided by no number of devices tried
@@ -90,6 +91,20 @@ def test_another_number_of_devices(new, count):
         want, _ = step_of("dp", 8)(want, batch)
         moved, _ = step_of(new, count)(moved, batch)
     reference.assert_close(values(moved), values(want), rtol=1e-5)
+
+
+def test_a_tree_of_padded_arrays_becomes_logical_in_one_program(monkeypatch):
+    params = {f"{i:03}": np.full((3 + i % 5, 7), i, np.float32) for i in range(120)}
+    state = jdp.init_state(params, jdp.zero3(optax.sgd(1.0), min_size=0), mesh_of(8))
+    assert all(isinstance(leaf, jdp.Padded) for leaf in state.params.values())
+    seen, view = [], padded.view
+    monkeypatch.setattr(padded, "view", lambda leaf: seen.append(leaf.value) or view(leaf))
+    whole = jdp.logical(state.params)
+    assert len(seen) == 120
+    assert all(isinstance(value, jax.core.Tracer) for value in seen)  # none by itself
+    for name, array in whole.items():
+        np.testing.assert_array_equal(array, params[name])
+    assert all(leaf.sharding.is_fully_replicated for leaf in whole.values())
 
 
 def test_explicit_axes():

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 import sharded
-from programs import sent_bytes
+from programs import collectives, sent_bytes
 from sharded import STAGES, mesh_of, nbytes
 
 import jdp
@@ -105,6 +105,25 @@ def test_bfloat16_parameters_travel_in_16_bits(stage):
     assert sum(c.bytes for c in gathers) >= 0.99 * TOTAL / 2
     assert {d for c in gathers for d in c.dtypes} == {"u16"}
     assert {d for c in scatters_and_gathers for d in c.dtypes} == {"u16"}
+
+
+@pytest.mark.parametrize("stage", ["1", "2 step", "2"])
+def test_updates_of_bfloat16_parameters_travel_in_16_bits_in_a_step_of_ones_own(stage):
+    """`train_step` gathers new parameters; `tx.update` alone gathers what updates are made of."""
+    tx, mesh = STAGES[stage](jdp.master_weights(optax.adamw(1e-3))), mesh_of()
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), PARAMS)
+    state = jdp.init_state(params, tx, mesh)
+
+    def step(params, opt_state, batch):
+        placement = opt_state.placement
+        _, grads = jdp.value_and_grad(loss_fn, mesh)(params, batch, placement=placement)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    compiled = jax.jit(step).lower(state.params, state.opt_state, BATCH).compile()
+    gathers = [c for c in collectives(compiled.as_text()) if c.kind == "all-gather"]
+    assert {d for c in gathers for d in c.dtypes} == {"u16"}
+    assert sum(c.bytes for c in gathers) == pytest.approx(TOTAL / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
