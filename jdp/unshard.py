@@ -317,8 +317,7 @@ class Split:
             sources, _ = jax.lax.optimization_barrier((sources, rows))
         return self._nodes(slots, sources)
 
-    def _nodes(self, slots: list[jax.Array], sources: list[jax.Array] | None = None) -> Any:
-        sources = self._sources if sources is None else sources
+    def _nodes(self, slots: list[jax.Array], sources: list[jax.Array]) -> Any:
         leaves = [
             Shard(slot, source, self._hows[i])
             if i in self._lazy
@@ -341,9 +340,8 @@ class Split:
         program, (gathered, otherwise, bare) = self._uses(call)
         self._lazy = frozenset(gathered - otherwise)
         if self._lazy:
-            check_numbers(
-                program, jax.make_jaxpr(lambda slots: call(self._nodes(slots)))(self.slots)
-            )
+            nodes = functools.partial(self._nodes, sources=self._sources)
+            check_numbers(program, jax.make_jaxpr(lambda slots: call(nodes(slots)))(self.slots))
         if self._placement.stage == 3 and self._placement.regather:
             checkpointed = bool(self._lazy) and not self._lazy & bare
             self.policy = None if checkpointed else self._regather
