@@ -24,14 +24,23 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdp.dataflow import exchanges_behind
+from jdp.given import Split, Whole
 from jdp.loss import Form, Mean, check_params, count_rows, is_mean, take_apart
 from jdp.mesh import AxisNames, data_axes
-from jdp.microbatch import Layout, lay_out, on_replicas, over_microbatches, sum_over, varying_axes
+from jdp.microbatch import (
+    Layout,
+    Work,
+    lay_out,
+    on_replicas,
+    over_microbatches,
+    sum_over,
+    varying_axes,
+)
 from jdp.padded import map_logical, view
 from jdp.remat import checkpoint_policy
 from jdp.replica import give_per_replica, give_reduced, wide
 from jdp.split import Placement, as_stored, check_axes, mark
-from jdp.unshard import PARAMS, Split, Whole
+from jdp.unshard import PARAMS
 
 _TOTAL, _WEIGHT = "jdp: total of a loss", "jdp: weight of a loss"
 
@@ -194,19 +203,13 @@ def _local(
         return _call(loss_fn, params, first, key, model_state)
 
     own.look_at(call)
-    objective = functools.partial(_objective, loss_fn, layout, seen, own, loss_scale)
-    if policy is not None or own.policy is not None:
-        objective = jax.checkpoint(objective, policy=own.policy(policy) if own.policy else policy)
-    run = jax.value_and_grad(objective, has_aux=True)
-
-    def work(rows: Any, key: Any, state: Any) -> tuple[Any, Any, Any]:
-        (_, (scalars, unit, state)), grads = run(own.slots, rows, key, state)
-        if unit is not None:
-            grads = jax.tree.map(lambda g: g.astype(wide(g)) * unit, grads)
-        return grads, scalars, state
-
+    worker = functools.partial(_worker, loss_fn, layout, policy, seen, loss_scale)
+    first, last = own, None
+    if isinstance(own, Split) and own.once:
+        first = Whole(jax.tree.unflatten(own.treedef, params), layout)
+        last = functools.partial(_last, own, worker, seen)
     grads, scalars, state = over_microbatches(
-        work, batch, key, model_state, shares, layout, own.zeros
+        worker(first), batch, key, model_state, shares, layout, first.zeros, last
     )
     loss, aux = sum_over(scalars, axes)
     if shares is not None:  # more than there are, or fewer than none, must not pass for a mean
@@ -219,6 +222,37 @@ def _local(
     else:
         scale = 1 / layout.each  # known beforehand, so that nothing waits for the sum
     return own.close(grads, scale), loss, aux, state
+
+
+def _worker(
+    loss_fn: Callable[..., Any],
+    layout: Layout,
+    policy: Any,
+    seen: list[Form],
+    loss_scale: Any,
+    own: Whole | Split,
+) -> Work:
+    """The function of one microbatch: the gradient of its total, its scalars, the next state."""
+    objective = functools.partial(_objective, loss_fn, layout, seen, own, loss_scale)
+    if policy is not None or own.policy is not None:
+        objective = jax.checkpoint(objective, policy=own.policy(policy) if own.policy else policy)
+    run = jax.value_and_grad(objective, has_aux=True)
+
+    def work(rows: Any, key: Any, state: Any) -> tuple[Any, Any, Any]:
+        (_, (scalars, unit, state)), grads = run(own.slots, rows, key, state)
+        if unit is not None:
+            grads = jax.tree.map(lambda g: g.astype(wide(g)) * unit, grads)
+        return grads, scalars, state
+
+    return work
+
+
+def _last(
+    own: Split, worker: Callable[..., Work], seen: list[Form], sums: Any, scalars: Any
+) -> Work:
+    """The function of the last microbatch, which reduces what those before it have summed up."""
+    own.add(sums, scalars[0].weight if seen[0].weighted else None)
+    return worker(own)
 
 
 def _objective(

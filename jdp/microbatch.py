@@ -134,7 +134,14 @@ def _check_lockstep(program: Any, axes: tuple[str, ...]) -> None:
 
 
 def over_microbatches(
-    work: Work, batch: Any, key: Any, model_state: Any, shares: Any, layout: Layout, zeros: Any
+    work: Work,
+    batch: Any,
+    key: Any,
+    model_state: Any,
+    shares: Any,
+    layout: Layout,
+    zeros: Any,
+    last: Callable[[Any, Any], Work] | None = None,
 ) -> tuple[Any, Any, Any]:
     """Runs `work` over one replica's microbatches and adds up what it returns, in float32.
 
@@ -148,6 +155,8 @@ def over_microbatches(
         shares: This replica's number of microbatches, shape [1], or `None` for all it has.
         layout: How the batch is dealt out.
         zeros: What the running sum starts from.
+        last: Makes the function of the last microbatch, outside the loop, from the sums over those
+            before; what it returns is not added to the running sum but takes its place.
 
     Returns:
         The running sum, the summed scalars, and the last model state.
@@ -159,7 +168,7 @@ def over_microbatches(
         everyone = jax.lax.all_gather(shares, layout.axes, tiled=True)
         first = jnp.sum(jnp.where(jnp.arange(layout.replicas) < index, everyone, 0))
 
-    def one(j: Any, rows: Any, state: Any) -> tuple[Any, Any, Any]:
+    def one(j: Any, rows: Any, state: Any, work: Work = work) -> tuple[Any, Any, Any]:
         return work(rows, None if key is None else jax.random.fold_in(key, first + j), state)
 
     if shares is None and layout.each == 1:
@@ -176,8 +185,14 @@ def over_microbatches(
         return (_add(sums, part), state), scalars
 
     steps = (jnp.arange(layout.each), rows)
-    (sums, model_state), scalars = jax.lax.scan(body, (zeros, model_state), steps)
-    return sums, jax.tree.map(lambda x: jnp.sum(x, axis=0), scalars), model_state
+    looped = steps if last is None else jax.tree.map(lambda x: x[:-1], steps)
+    (sums, model_state), scalars = jax.lax.scan(body, (zeros, model_state), looped)
+    scalars = jax.tree.map(lambda x: jnp.sum(x, axis=0), scalars)
+    if last is None:
+        return sums, scalars, model_state
+    j, rows = jax.tree.map(lambda x: x[-1], steps)
+    sums, more, model_state = one(j, rows, model_state, last(sums, scalars))
+    return sums, _add(scalars, more), model_state
 
 
 def _up_to(count: Any, one: Any, rows: Any, zeros: Any, layout: Layout) -> tuple[Any, Any]:

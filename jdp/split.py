@@ -62,7 +62,7 @@ class Placement:
     """Where parameters, gradients and optimizer state lie; static and hashable.
 
     Attributes:
-        stage: 1 splits the optimizer state, 2 gradients as well, 3 parameters as well.
+        stage: 1 splits the optimizer state, 2 gradients as well, 3 parameters as well, 0 nothing.
         mesh: The mesh.
         axes: The axes that arrays are split over.
         paths: The path of each parameter.
@@ -70,6 +70,7 @@ class Placement:
         parts: How each parameter lies when it is split.
         min_size: Arrays of fewer elements are not split.
         in_backward: Whether gradients are reduced where they arise, in the backward pass.
+        once: Whether in that of the last microbatch only.
         regather: Whether parameters are gathered again in the backward pass (stage 3).
         wire_dtype: Dtype that gradients are sent in; `None` sends them as they are.
     """
@@ -82,6 +83,7 @@ class Placement:
     parts: tuple[Part, ...]
     min_size: int
     in_backward: bool = False
+    once: bool = False
     regather: bool = False
     wire_dtype: Any = None
 
@@ -92,8 +94,8 @@ class Placement:
 
     @property
     def name(self) -> str:
-        """The public name of the stage."""
-        return f"jdp.zero{self.stage}"
+        """The public name of the transformation."""
+        return f"jdp.zero{self.stage}" if self.stage else "jdp.all_reduce_in_backward"
 
     def part_of(self, path: Any, shape: tuple[int, ...]) -> Part:
         """How a leaf of the optimizer state lies: as the parameter it mirrors, or by its shape."""

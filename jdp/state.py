@@ -132,7 +132,7 @@ def _plan(tx: optax.GradientTransformation, params: Any, mesh: Mesh) -> Placemen
     check_master(shapes, opt_state)
     placement = find_placement(opt_state)
     _check_whole(placement, shapes, opt_state)
-    if placement is not None and placement.count == 1:
+    if placement is not None and placement.stage and placement.count == 1:
         warnings.warn(
             f"{placement.name} over a single device along {placement.axes} saves nothing: all of "
             "it lies there. The result is the same as without.",

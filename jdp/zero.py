@@ -135,6 +135,7 @@ def zero2(
     | --- | --- | --- |
     | "microbatch" | 4 P / N bytes | (k + 1)(N-1)/N * 4 P: one reduce-scatter a microbatch |
     | "step" | 4 P bytes | 2(N-1)/N * 4 P: one reduce-scatter at the end, as `zero1` |
+    | "backward" | 4 P bytes | the same, in the backward pass of the last microbatch |
     | `None` | "step" where it fits, see below | |
 
     `None` takes "step", which sends least, if parameters, a full accumulator and the split state
@@ -147,7 +148,9 @@ def zero2(
     Args:
         inner: See `zero1`.
         axis: See `zero1`.
-        reduce: "microbatch", "step" or `None`.
+        reduce: "microbatch", "step", "backward" or `None`. "backward" reduces each gradient as
+            soon as its sum is there, under the rest of the backward pass, also in scans over
+            layers (`jdp.layerwise`); the program holds the loss function twice.
         wire_dtype: See `zero1`.
         min_size: See `zero1`.
 
@@ -168,10 +171,11 @@ def zero2(
         Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
         2020.
     """
-    if reduce not in ("microbatch", "step", None):
+    if reduce not in ("microbatch", "step", "backward", None):
         raise ValueError(
             f'jdp.zero2(reduce={reduce!r}): gradients are reduced after each "microbatch", which '
-            'saves memory, or once a "step", which sends least; None picks by the device\'s memory.'
+            'saves memory, or once a "step", which sends least, also in its last "backward" pass; '
+            "None picks by the device's memory."
         )
     return _zero(inner, _Stage(2, axis, wire_dtype, min_size, reduce))
 
@@ -337,6 +341,7 @@ def _plan(params: Any, stage: _Stage) -> tuple[Placement, AnyMesh]:
         parts=parts,
         min_size=stage.min_size,
         in_backward=stage.number >= 2 and _in_backward(stage, leaves, count, mesh),
+        once=stage.reduce == "backward",
         regather=stage.regather,
         wire_dtype=stage.wire_dtype,
     )
@@ -346,7 +351,7 @@ def _plan(params: Any, stage: _Stage) -> tuple[Placement, AnyMesh]:
 def _in_backward(stage: _Stage, leaves: Any, count: int, mesh: AnyMesh) -> bool:
     """Whether gradients are reduced in the backward pass: `zero2`'s default is decided here."""
     if stage.reduce is not None:
-        return stage.reduce == "microbatch"
+        return stage.reduce != "step"
     limit = memory_of_a_device(mesh)
     size = sum(leaf.size for _, leaf in leaves)
     params = sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)
