@@ -9,7 +9,6 @@ run, no noise. The tests count with the same code.
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -135,8 +134,7 @@ def _executions(program: Program) -> dict[str, tuple[int, bool, bool]]:
         before = found.get(name, (0, False, False))
         found[name] = before[0] + runs, before[1] or in_loop, before[2] or in_branch
         for instruction in program.computations[name].instructions:
-            known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', instruction.attributes)
-            turns = int(known.group(1)) if known and instruction.opcode == "while" else 1
+            turns = (program.trips(instruction) or 1) if instruction.opcode == "while" else 1
             for key in _CALLS:
                 loop, branch = in_loop or key in _LOOPS, in_branch or key in _BRANCHES
                 todo += [

@@ -85,6 +85,7 @@ class _Walk:
     """The clock of a device, and what it waits for."""
 
     def __init__(self, program: Program, devices: Sequence[Any]) -> None:
+        self._program = program
         self._computations = program.computations
         self._count = len(devices)
         self._cost: Callable[[str, int, Instruction], float] = (
@@ -98,8 +99,7 @@ class _Walk:
         named = {x.name: x for x in computation.instructions}
         for instruction in computation.instructions:
             if instruction.opcode == "while":
-                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.attributes)
-                for _ in range(int(trips.group(1)) if trips else 1):
+                for _ in range(self._program.trips(instruction) or 1):
                     self.run(self._computations[instruction.called("body")[0]])
                 continue
             start = _finishes(instruction, named)

@@ -2,9 +2,10 @@
 
     python benchmarks/stages.py                       # 16 H100s in two hosts
     python benchmarks/stages.py --platform tpu        # a v5e:4x4 slice
+    python benchmarks/stages.py --stages 0 --scanned --in-backward      # layers in a scan
     python benchmarks/stages.py --json stages.json
 
-A training step of a deep MLP (float32 parameters, bfloat16 compute, AdamW) is compiled for devices
+A training step of a deep MLP or transformer (`deep.py`, AdamW) is compiled for devices
 that are not here, once with the options XLA takes by itself and once with `jdp.xla_options`.
 `temporary` is the compiler's memory beyond parameters, state and batch; the times are its
 estimates, see `schedule.py`. Expected: with jdp's options less is exposed, in every stage; XLA:GPU
@@ -16,23 +17,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import deep
 import described
-import jax
-import jax.numpy as jnp
 import measure
 import numpy as np
 import optax
 import schedule
 import tyro
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from measure import Goal
 
 import jdp
 
 TOPOLOGIES = {"gpu": "1x2x8", "tpu": "v5e:4x4"}
 # Rows with which a layer is computed for longer than its parameters are sent twice.
-ROWS = {"gpu": 16384, "tpu": 4096}
+ROWS = {"gpu": {"mlp": 16384, "transformer": 32}, "tpu": {"mlp": 4096, "transformer": 8}}
 ARMS = ("all_reduce", "zero1", "zero2", "zero3")
 
 
@@ -41,9 +40,14 @@ class Config:
     """Compiles a training step under each ZeRO stage and reads its schedule."""
 
     platform: Literal["gpu", "tpu"] = "gpu"
+    topology: str | None = None  # `None` takes `TOPOLOGIES`
     stages: tuple[int, ...] = (0, 1, 2, 3)
     width: int = 2048
     layers: int = 8
+    model: Literal["mlp", "transformer"] = "mlp"
+    scanned: bool = False  # over the layers
+    in_backward: bool = False  # stage 0 with jdp.all_reduce_in_backward
+    microbatch: int | None = None
     rows: int | None = None  # of a device's batch; `None` takes `ROWS`
     quick: bool = False  # a small model, to see that it runs
     json: Path | None = None  # where to write the results
@@ -53,10 +57,10 @@ def main(config: Config) -> None:
     if what := described.missing(config.platform):
         raise SystemExit(f"The compiler is missing: {what}.")
     if config.quick:
-        config = dataclasses.replace(config, width=512, layers=2, rows=128)
+        config = dataclasses.replace(config, width=512, layers=2, rows=config.rows or 128)
     elif config.rows is None:
-        config = dataclasses.replace(config, rows=ROWS[config.platform])
-    devices = described.devices(config.platform, TOPOLOGIES[config.platform])
+        config = dataclasses.replace(config, rows=ROWS[config.platform][config.model])
+    devices = described.devices(config.platform, config.topology or TOPOLOGIES[config.platform])
     results, goals = [], []
     for stage in config.stages:
         default, ours = (row(stage, options, devices, config) for options in ("XLA", "jdp"))
@@ -88,26 +92,18 @@ def row(stage: int, options: str, devices: Sequence[Any], config: Config) -> dic
 
 def program(stage: int, mesh: Mesh, config: Config, options: dict[str, Any]) -> Any:
     """Step, state and batch of a stage, as shapes."""
-    width = config.width
-
-    def shape(dims: tuple[int, ...], dtype: Any, *spec: Any) -> Any:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P(*spec)))
-
-    def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
-        return jnp.tanh(x @ weight.astype(jnp.bfloat16)), None
-
-    def loss_fn(params: list[jax.Array], x: jax.Array) -> jax.Array:
-        for weight in params:
-            x, _ = layer(x, weight)
-        return jnp.mean(x.astype(jnp.float32) ** 2)
-
+    model = deep.make(config.model, config.width)
+    reduces = jdp.all_reduce_in_backward if config.in_backward else jdp.all_reduce
     inner = optax.adamw(3e-4)
-    stages = (jdp.zero1, jdp.zero2, jdp.zero3)
-    tx = stages[stage - 1](inner) if stage else optax.chain(jdp.all_reduce(), inner)
-    params = [shape((width, width), jnp.float32)] * config.layers
+    stages = {1: jdp.zero1, 2: jdp.zero2, 3: jdp.zero3}
+    tx = stages[stage](inner) if stage else optax.chain(reduces(), inner)
+    params, batch = deep.shapes(
+        model, config.layers, config.rows or 0, mesh, scanned=config.scanned
+    )
     state = jdp.init_state(params, tx, mesh)
-    batch = shape((mesh.size * (config.rows or 0), width), jnp.bfloat16, "data")
-    return jdp.train_step(loss_fn, tx, mesh, compiler_options=options), state, batch
+    loss_fn = deep.loss_of(model, scanned=config.scanned)
+    step = jdp.train_step(loss_fn, tx, mesh, compiler_options=options, microbatch=config.microbatch)
+    return step, state, batch
 
 
 if __name__ == "__main__":

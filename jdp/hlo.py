@@ -53,7 +53,8 @@ class Instruction(NamedTuple):
         opcode: What it does, such as "fusion".
         shape: What it returns.
         operands: Names of what it is given.
-        number: Which parameter, of a "parameter"; which part, of a "get-tuple-element".
+        number: Which parameter, of a "parameter"; which part, of a "get-tuple-element"; the value
+            of a whole "constant".
         attributes: The rest of the line.
         op_name: Where in the traced program it comes from; "" if the compiler made it.
     """
@@ -99,6 +100,22 @@ class Program(NamedTuple):
     entry: str
     donated: dict[int, int]
 
+    def trips(self, loop: Instruction) -> int | None:
+        """How often the body of a "while" runs, if the compiler tells or its condition shows it.
+
+        XLA:CPU and XLA:GPU write the number down. XLA:TPU does not; there a loop that counts from 0
+        compares with it.
+        """
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+            return int(known.group(1))
+        condition = self.computations[loop.called("condition")[0]]
+        named = {x.name: x for x in condition.instructions}
+        test = named[condition.root]
+        if "direction=LT" not in test.attributes:
+            return None
+        limits = [named[name].number for name in test.operands if named[name].opcode == "constant"]
+        return limits[0] if len(limits) == 1 else None
+
 
 def parse(text: str) -> Program:
     """Reads the text of a compiled program (`compiled.as_text()`)."""
@@ -135,12 +152,13 @@ def _instruction(name: str, rest: str) -> Instruction:
     given, attributes = rest_of_line[:close], rest_of_line[close:]
     index = re.search(r"\bindex=(\d+)", attributes)
     op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', rest_of_line)
+    told = opcode in ("parameter", "constant") and re.fullmatch(r"-?\d+", given)
     return Instruction(
         name,
         opcode,
         shape_of(rest[:end]),
         tuple(re.findall(r"%([\w.\-]+)", given)),
-        int(given if opcode == "parameter" else index.group(1) if index else 0),
+        int(given if told else index.group(1) if index else 0),
         attributes,
         op_name.group(1) if op_name else "",
     )
