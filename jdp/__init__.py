@@ -9,15 +9,15 @@
 
     jdp.zero1(optax.adamw(3e-4))   instead of the chain, splits the optimizer state; zero2, zero3
 
-Floors, each importing only from those before it: mesh, collectives, options, processes, prefetch,
-pace; dataflow, replica, padded, split, remat, lazy, loss, microbatch, unshard, given, grad,
-packing, data, order; reduce, backward, accumulate, parts, zero, precision, finite, offload; state,
+Floors, each importing only from those before it: mesh, collectives, tree, options, processes,
+prefetch, pace; dataflow, replica, padded, split, remat, lazy, loss, microbatch, unshard, given,
+grad, packing, data, order; reduce, backward, accumulate, parts, zero, precision, finite, offload; state,
 restage, update, train, evaluate, check, hlo, live, holdings, memory.
 """
 
 from jdp import collectives
 from jdp.accumulate import MultiStepsState, drop_window, multi_steps
-from jdp.backward import all_reduce_in_backward
+from jdp.backward import all_reduce_in_backward, all_reduce_in_order
 from jdp.check import check_against_one_device, check_order
 from jdp.collectives import all_gather
 from jdp.data import feed
@@ -68,6 +68,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_in_backward",
+    "all_reduce_in_order",
     "axis_size",
     "check_against_one_device",
     "check_order",

@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jdp import collectives
+from jdp import collectives, tree
 from jdp.lazy import check_numbers, uses
 from jdp.microbatch import Layout, vary
+from jdp.padded import lengthen
 from jdp.remat import refuse_gathers
 from jdp.replica import wide
-from jdp.split import Placement
+from jdp.split import Part, Placement, on_user_axes
 from jdp.unshard import PARAMS, How, Shard, looking, whole
 
 _LEAF = "jdp: leaf "
@@ -53,6 +54,37 @@ class Whole:
         if not (isinstance(scale, float) and scale == 1):
             grads = jax.tree.map(lambda g: g.astype(wide(g)) * scale, grads)
         return jax.tree.map(lambda g, p: g.astype(p.dtype)[None], grads, self._params)
+
+
+class Ordered(Whole):
+    """The same, its gradients reduced at the end, in an order that no number of devices changes."""
+
+    def __init__(
+        self,
+        stored: list[jax.Array],
+        treedef: Any,
+        placement: Placement,
+        layout: Layout,
+        compute_dtype: Any,
+    ) -> None:
+        del compute_dtype  # the loss function casts by itself
+        super().__init__(treedef.unflatten(stored), layout)
+        self._placement, self._layout = placement, layout
+
+    def close(self, grads: Any, scale: Any) -> list[jax.Array]:
+        """The mean gradient from the sums over microbatches, as it is stored."""
+        axes, replicas = self._placement.axes, self._layout.replicas
+
+        def scattered(grad: jax.Array, part: Part) -> jax.Array:
+            dim = part.dim or 0
+            scatter = functools.partial(tree.scatter_sum, axis_name=axes, dim=dim)
+            return on_user_axes(scatter, part.spec)(lengthen(grad, part.stored, dim))
+
+        grads = [grad.astype(wide(grad)) for grad in jax.tree.leaves(grads)]
+        pairs = list(zip(grads, self._placement.parts, strict=True))
+        whole = iter(tree.all_sum([grad for grad, part in pairs if part.dim is None], axes))
+        sums = [next(whole) if part.dim is None else scattered(grad, part) for grad, part in pairs]
+        return [total * (scale / replicas) for total in sums]  # a power of two: exact
 
 
 class Split:

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdp.dataflow import exchanges_behind
-from jdp.given import Split, Whole
+from jdp.given import Ordered, Split, Whole
 from jdp.loss import Form, Mean, check_params, count_rows, is_mean, take_apart
 from jdp.mesh import AxisNames, data_axes
 from jdp.microbatch import (
@@ -138,7 +138,10 @@ def value_and_grad(
             specs = (grad_specs if in_backward.stage == 3 else P()), P()
             compute_dtype = getattr(loss_fn, "compute_dtype", None)
             make = functools.partial(
-                Split, treedef=treedef, placement=in_backward, compute_dtype=compute_dtype
+                Ordered if in_backward.ordered else Split,
+                treedef=treedef,
+                placement=in_backward,
+                compute_dtype=compute_dtype,
             )
         run = on_replicas(
             functools.partial(_local, loss_fn, layout, policy, make, seen),
@@ -204,14 +207,14 @@ def _local(
 
     own.look_at(call)
     worker = functools.partial(_worker, loss_fn, layout, policy, seen, loss_scale)
-    first, last = own, None
+    first, last, ordered = own, None, isinstance(own, Ordered)
     if isinstance(own, Split) and own.once:
         first = Whole(jax.tree.unflatten(own.treedef, params), layout)
         last = functools.partial(_last, own, worker, seen)
     grads, scalars, state = over_microbatches(
-        worker(first), batch, key, model_state, shares, layout, first.zeros, last
+        worker(first), batch, key, model_state, shares, layout, first.zeros, last, ordered
     )
-    loss, aux = sum_over(scalars, axes)
+    loss, aux = sum_over(scalars, axes, ordered=ordered)
     if shares is not None:  # more than there are, or fewer than none, must not pass for a mean
         valid = jax.lax.pmin(jnp.int32((shares[0] >= 0) & (shares[0] <= layout.each)), axes)
         loss = Mean(loss.total, jnp.where(valid == 1, loss.weight, jnp.nan))

@@ -23,6 +23,8 @@ from jax.sharding import PartitionSpec as P
 from jdp.dataflow import run_checked, uneven_exchange
 from jdp.loss import check_divides, count_rows
 from jdp.mesh import axis_size
+from jdp.replica import wide
+from jdp.tree import all_sum
 
 Work = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 """(rows, key, model_state) -> (carried sum, stacked sums, model_state)."""
@@ -142,6 +144,7 @@ def over_microbatches(
     layout: Layout,
     zeros: Any,
     last: Callable[[Any, Any], Work] | None = None,
+    ordered: bool = False,
 ) -> tuple[Any, Any, Any]:
     """Runs `work` over one replica's microbatches and adds up what it returns, in float32.
 
@@ -157,6 +160,8 @@ def over_microbatches(
         zeros: What the running sum starts from.
         last: Makes the function of the last microbatch, outside the loop, from the sums over those
             before; what it returns is not added to the running sum but takes its place.
+        ordered: Add up in pairs, and pairs of pairs, so that with `jdp.tree` between devices the
+            order does not depend on their number.
 
     Returns:
         The running sum, the summed scalars, and the last model state.
@@ -179,12 +184,15 @@ def over_microbatches(
     if shares is not None:
         return *_up_to(shares[0], one, rows, zeros, layout), None
 
+    steps = (jnp.arange(layout.each), rows)
+    if ordered:
+        return _in_tree(one, model_state, steps, layout)
+
     def body(carry: Any, xs: Any) -> tuple[Any, Any]:
         sums, state = carry
         part, scalars, state = one(xs[0], xs[1], state)
         return (_add(sums, part), state), scalars
 
-    steps = (jnp.arange(layout.each), rows)
     looped = steps if last is None else jax.tree.map(lambda x: x[:-1], steps)
     (sums, model_state), scalars = jax.lax.scan(body, (zeros, model_state), looped)
     scalars = jax.tree.map(lambda x: jnp.sum(x, axis=0), scalars)
@@ -193,6 +201,31 @@ def over_microbatches(
     j, rows = jax.tree.map(lambda x: x[-1], steps)
     sums, more, model_state = one(j, rows, model_state, last(sums, scalars))
     return sums, _add(scalars, more), model_state
+
+
+def _in_tree(one: Any, state: Any, steps: Any, layout: Layout) -> tuple[Any, Any, Any]:
+    """Sums over all microbatches: one after the other while their number is odd, else in halves."""
+    levels = (layout.each & -layout.each).bit_length() - 1  # how often it can be halved
+    front = (*[2] * levels, layout.each >> levels)
+    steps = jax.tree.map(lambda x: x.reshape(*front, *x.shape[1:]), steps)
+    first = jax.tree.map(lambda x: x[(0,) * len(front)], steps)
+    shapes = jax.eval_shape(lambda: one(*first, state)[:2])
+    # -0.0 is what can be added to -0.0 without changing its bits
+    zeros = jax.tree.map(lambda s: jnp.full(s.shape, -0.0, wide(s)), shapes)
+    zeros = vary(zeros, layout.axes)
+
+    def total(level: int, state: Any, steps: Any) -> tuple[Any, Any]:
+        def body(carry: Any, xs: Any) -> tuple[Any, None]:
+            if level < levels:
+                part, state = total(level + 1, carry[1], xs)
+            else:
+                *part, state = one(*xs, carry[1])
+            return (_add(carry[0], tuple(part)), state), None
+
+        return jax.lax.scan(body, (zeros, state), steps)[0]
+
+    (sums, scalars), state = total(0, state, steps)
+    return sums, scalars, state
 
 
 def _up_to(count: Any, one: Any, rows: Any, zeros: Any, layout: Layout) -> tuple[Any, Any]:
@@ -232,6 +265,6 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
     return jax.tree.map(one, tree)
 
 
-def sum_over(tree: Any, axes: tuple[str, ...]) -> Any:
+def sum_over(tree: Any, axes: tuple[str, ...], *, ordered: bool = False) -> Any:
     """Sums small values over the replicas; a value that all share is counted once for each."""
-    return jax.lax.psum(vary(tree, axes), axes)
+    return (all_sum if ordered else jax.lax.psum)(vary(tree, axes), axes)

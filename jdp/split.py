@@ -71,6 +71,7 @@ class Placement:
         min_size: Arrays of fewer elements are not split.
         in_backward: Whether gradients are reduced where they arise, in the backward pass.
         once: Whether in that of the last microbatch only.
+        ordered: Or after it, added up in an order that does not depend on the number of devices.
         regather: Whether parameters are gathered again in the backward pass (stage 3).
         wire_dtype: Dtype that gradients are sent in; `None` sends them as they are.
     """
@@ -84,6 +85,7 @@ class Placement:
     min_size: int
     in_backward: bool = False
     once: bool = False
+    ordered: bool = False
     regather: bool = False
     wire_dtype: Any = None
 
@@ -95,7 +97,9 @@ class Placement:
     @property
     def name(self) -> str:
         """The public name of the transformation."""
-        return f"jdp.zero{self.stage}" if self.stage else "jdp.all_reduce_in_backward"
+        if self.stage:
+            return f"jdp.zero{self.stage}"
+        return "jdp.all_reduce_in_order" if self.ordered else "jdp.all_reduce_in_backward"
 
     def part_of(self, path: Any, shape: tuple[int, ...]) -> Part:
         """How a leaf of the optimizer state lies: as the parameter it mirrors, or by its shape."""

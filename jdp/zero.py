@@ -136,6 +136,7 @@ def zero2(
     | "microbatch" | 4 P / N bytes | (k + 1)(N-1)/N * 4 P: one reduce-scatter a microbatch |
     | "step" | 4 P bytes | 2(N-1)/N * 4 P: one reduce-scatter at the end, as `zero1` |
     | "backward" | 4 P bytes | the same, in the backward pass of the last microbatch |
+    | "in order" | 4 P bytes for each doubling of k | the same, see `jdp.all_reduce_in_order` |
     | `None` | "step" where it fits, see below | |
 
     `None` takes "step", which sends least, if parameters, a full accumulator and the split state
@@ -148,9 +149,9 @@ def zero2(
     Args:
         inner: See `zero1`.
         axis: See `zero1`.
-        reduce: "microbatch", "step", "backward" or `None`. "backward" reduces each gradient as
-            soon as its sum is there, under the rest of the backward pass, also in scans over
-            layers (`jdp.layerwise`); the program holds the loss function twice.
+        reduce: "microbatch", "step", "backward", "in order" or `None`. "backward" reduces each
+            gradient as soon as its sum is there, under the rest of the backward pass, also in scans
+            over layers (`jdp.layerwise`); the program holds the loss function twice.
         wire_dtype: See `zero1`.
         min_size: See `zero1`.
 
@@ -171,10 +172,11 @@ def zero2(
         Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
         2020.
     """
-    if reduce not in ("microbatch", "step", "backward", None):
+    if reduce not in ("microbatch", "step", "backward", "in order", None):
         raise ValueError(
             f'jdp.zero2(reduce={reduce!r}): gradients are reduced after each "microbatch", which '
-            'saves memory, or once a "step", which sends least, also in its last "backward" pass; '
+            'saves memory, or once a "step", which sends least, also in its last "backward" pass, '
+            'or "in order", for the same bits on any number of devices; '
             "None picks by the device's memory."
         )
     return _zero(inner, _Stage(2, axis, wire_dtype, min_size, reduce))
@@ -342,6 +344,7 @@ def _plan(params: Any, stage: _Stage) -> tuple[Placement, AnyMesh]:
         min_size=stage.min_size,
         in_backward=stage.number >= 2 and _in_backward(stage, leaves, count, mesh),
         once=stage.reduce == "backward",
+        ordered=stage.reduce == "in order",
         regather=stage.regather,
         wire_dtype=stage.wire_dtype,
     )
