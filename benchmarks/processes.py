@@ -14,6 +14,7 @@ import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,16 @@ class Config:
 def main(config: Config) -> None:
     if config.quick:
         config = dataclasses.replace(config, rounds=2, leaves=4, leaf_bytes=400)
+    launch(work, config, config.processes)
+
+
+def launch(work: Callable[[Any, str, int], None], config: Any, processes: int) -> None:
+    """Runs `work(config, coordinator, index)` in so many processes, and ends with them."""
     with socket.socket() as probe:  # a port that is free now, and hardly taken a moment later
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
     start = multiprocessing.get_context("spawn").Process
-    children = [start(target=work, args=(config, coordinator, i)) for i in range(config.processes)]
+    children = [start(target=work, args=(config, coordinator, i)) for i in range(processes)]
     try:
         for child in children:
             child.start()

@@ -9,19 +9,27 @@
 
     jdp.zero1(optax.adamw(3e-4))   instead of the chain, splits the optimizer state; zero2, zero3
 
-Floors, each importing only from those before it: mesh, collectives, tree, options, processes,
-prefetch, pace; dataflow, replica, padded, split, remat, lazy, loss, microbatch, unshard, given,
-grad, packing, data, order; reduce, backward, accumulate, parts, zero, precision, finite, offload; state,
-restage, update, train, evaluate, check, hlo, live, holdings, memory.
+Floors, each importing only from those above it:
+
+    mesh, quantize, collectives, nodes, tree, options, processes, balance, prefetch, pace
+    dataflow, replica, padded, split, checksum, rows, fragments, remat, lazy, loss, microbatch,
+    unshard, given, grad, packing, data, order
+    feedback, compress, power, reduce, hierarchy, noise, backward, accumulate, parts, zero,
+    precision, finite, offload, local, local_step, local_state
+    state, restage, update, train, evaluate, check, drift, hlo, live, holdings, memory
 """
 
-from jdp import collectives
+from jdp import collectives, nodes
 from jdp.accumulate import MultiStepsState, drop_window, multi_steps
 from jdp.backward import all_reduce_in_backward, all_reduce_in_order
+from jdp.balance import Balanced, balance, exchange_times, rebalance
 from jdp.check import check_against_one_device, check_order
 from jdp.collectives import all_gather
+from jdp.compress import random_k, sign, top_k
 from jdp.data import feed
+from jdp.drift import Drift, DriftError, check_replicas
 from jdp.evaluate import eval_step, evaluate
+from jdp.feedback import CompressedState
 from jdp.finite import (
     LossScaleState,
     SkipState,
@@ -31,18 +39,29 @@ from jdp.finite import (
     skip_nonfinite,
 )
 from jdp.grad import value_and_grad
+from jdp.hierarchy import hierarchical
 from jdp.holdings import Holdings, holdings
+from jdp.local import diloco, local_sgd
+from jdp.local_state import LocalState
 from jdp.loss import Mean
 from jdp.memory import Memory, memory
 from jdp.mesh import axis_size, data_axes, emulate_devices, make_mesh, replicate
+from jdp.noise import (
+    NoiseScaleState,
+    find_noise_scale,
+    gradient_noise_scale,
+    per_replica_norms,
+)
 from jdp.offload import offload
 from jdp.options import known_options, xla_options
 from jdp.padded import Padded, logical
+from jdp.power import PowerMemory, power_sgd
 from jdp.precision import MasterWeightsState, Precision, compute_in, master_weights
 from jdp.processes import initialize
 from jdp.reduce import all_reduce
 from jdp.replica import PerReplica, Reduced
 from jdp.restage import restage
+from jdp.rows import agreed
 from jdp.split import Placement, ZeroState
 from jdp.state import TrainState, flush, init_state
 from jdp.train import TrainStep, train_step
@@ -50,55 +69,78 @@ from jdp.unshard import gather_params, layerwise
 from jdp.zero import zero1, zero2, zero3
 
 __all__ = [
+    "Balanced",
+    "CompressedState",
+    "Drift",
+    "DriftError",
     "Holdings",
+    "LocalState",
     "LossScaleState",
     "MasterWeightsState",
     "Mean",
     "Memory",
     "MultiStepsState",
+    "NoiseScaleState",
     "Padded",
     "PerReplica",
     "Placement",
+    "PowerMemory",
     "Precision",
     "Reduced",
     "SkipState",
     "TrainState",
     "TrainStep",
     "ZeroState",
+    "agreed",
     "all_gather",
     "all_reduce",
     "all_reduce_in_backward",
     "all_reduce_in_order",
     "axis_size",
+    "balance",
     "check_against_one_device",
     "check_order",
+    "check_replicas",
     "collectives",
     "compute_in",
     "data_axes",
+    "diloco",
     "drop_window",
     "dynamic_loss_scale",
     "emulate_devices",
     "eval_step",
     "evaluate",
+    "exchange_times",
     "feed",
     "find_loss_scale",
+    "find_noise_scale",
     "flush",
     "gather_params",
     "global_norm",
+    "gradient_noise_scale",
+    "hierarchical",
     "holdings",
     "init_state",
     "initialize",
     "known_options",
     "layerwise",
+    "local_sgd",
     "logical",
     "make_mesh",
     "master_weights",
     "memory",
     "multi_steps",
+    "nodes",
     "offload",
+    "per_replica_norms",
+    "power_sgd",
+    "random_k",
+    "rebalance",
     "replicate",
     "restage",
+    "sign",
     "skip_nonfinite",
+    "top_k",
     "train_step",
     "value_and_grad",
     "xla_options",

@@ -5,23 +5,27 @@ that device holds afterwards. They run inside `jax.shard_map` and `jax.pmap`; no
 a mesh, an optimizer or a `PerReplica`.
 
     mean          average of a tree over the devices, as it is, in flat buckets, or narrowed
+    coded_mean    average of a flat buffer in any code, and what each device contributed to it
     sum_scatter   sum of an array over the devices, each receiving its part
     join          every device's part of an array, put together; the inverse of splitting it
     all_gather    every device's rows, one after the other, with an exact gradient
 
-A narrow dtype travels as unsigned integers of the same width: XLA on CPU would otherwise widen
-it to float32 first, and no backend computes on the bits while they are under way.
+A narrow dtype travels as unsigned integers of the same width, see `jdp.quantize`: XLA on CPU would
+otherwise widen it to float32 first, and no backend computes on the bits while they are under way.
 """
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jdp.mesh import AxisNames, is_whole
+from jdp.quantize import BLOCK, Codec, check_block, check_wire_dtype, codec_of, is_narrow
 
 _BITS = {2: jnp.uint16, 1: jnp.uint8}
+_LANES = 128  # of a TPU: an all-gather of rows that do not fill them becomes an all-reduce there
 
 
 def all_gather(x: jax.Array, axis_name: AxisNames) -> jax.Array:
@@ -57,36 +61,55 @@ def mean(
     *,
     wire_dtype: Any = None,
     bucket_bytes: int | None = None,
+    block: int = BLOCK,
+    key: Any = None,
+    exact_sum: bool = True,
 ) -> Any:
     """Averages a tree over the devices of an axis.
 
     With N devices holding x_1 ... x_N, every device ends with
 
-        (1/N) * sum_i cast(x_i)
+        round((1/N) * sum_i round(x_i))
 
-    A dtype narrower than 32 bits on the wire is accumulated in float32: each device receives
-    its part of every x_i (all-to-all), adds them up in float32, and the means are gathered.
-    Their cast back to the wire dtype is the second and last rounding.
+    where `round` is to the wire dtype, and nothing where that is 32 bits wide. What is narrower is
+    added up in float32: each device receives its part of every x_i (all-to-all), adds them up, and
+    the means are gathered. Dtypes of 8 bits, and float16, travel with a scale for each block of
+    values, see `jdp.quantize.encode`: each sender's own on the way there, the mean's on the way
+    back. With 8 bits a device adds its own values as they are, since they do not travel.
 
     Guarantees:
         - The result is the same bits on every device.
         - `wire_dtype=None` casts nothing that is 32 bits wide or wider.
-        - With N devices, 2(N-1)/N of the tree's bytes at the wire dtype are sent by each.
+        - With N devices, 2(N-1)/N of the tree's bytes at the wire dtype are sent by each; with
+          scales, 4 bytes for each block besides.
+
+    | values | mean |
+    | --- | --- |
+    | of very different size on different devices | each is rounded by its own scale |
+    | eight times 20000, in float16 | 20000 |
+    | all of them 1e-8 or 1e30, in float16 or 8 bits | to the dtype's relative precision |
+    | inf, NaN | the same; with int8 NaN for the whole block, with float8_e4m3fn NaN |
 
     Args:
         tree: Pytree of floating-point arrays, the same shapes on every device.
         axis_name: Mesh axis, or axes.
-        wire_dtype: Floating dtype sent between devices; `None` sends each leaf as it is.
+        wire_dtype: Dtype sent between devices: float32, bfloat16, float16, float8_e4m3fn,
+            float8_e5m2 or int8; `None` sends each leaf as it is.
         bucket_bytes: Join leaves into flat buffers of at most so many bytes at the wire dtype (a
             larger leaf has one of its own); `None` sends each leaf by itself. Which is faster
             depends on the backend, see `jdp.all_reduce`. Narrow dtypes are always joined.
+        block: Values that share a scale, for dtypes of 8 bits.
+        key: Random key, the same on every device, for stochastic rounding; `None` rounds to
+            nearest.
+        exact_sum: False adds up 16 bits in 16 bits, by a plain all-reduce of x_i / N: one
+            operation in place of two, off by up to (N-1)/N * eps * sum_i |x_i| / N besides. On CPU
+            it saves no bytes: XLA widens it.
 
     Returns:
         The tree of means, each leaf of the shape and dtype it came with.
 
     Raises:
-        ValueError: If a leaf is not floating point, naming it, or the wire dtype is not a
-            floating-point type of 16 or 32 bits.
+        ValueError: If a leaf is not floating point, naming it, or an argument cannot be meant.
 
     Example:
         >>> mesh = jdp.make_mesh()
@@ -94,45 +117,58 @@ def mean(
         >>> x = jnp.arange(8.0)[:, None]
         >>> jax.shard_map(average, mesh=mesh, in_specs=P("data"), out_specs=P())(x)
         Array([3.5], dtype=float32)
+
+    References:
+        Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2016. Wang et al., ZeRO++:
+        Extremely Efficient Collective Communication for Giant Model Training, 2023.
     """
-    wire_dtype = check_wire_dtype(wire_dtype)
+    send = Sending(check_wire_dtype(wire_dtype), check_block(block), key, exact_sum)
     if bucket_bytes is not None:
         check_bucket_bytes(bucket_bytes)
     leaves, treedef = jax.tree.flatten(jax.tree_util.tree_map_with_path(_check_leaf, tree))
-    wires = [wire_dtype or leaf.dtype for leaf in leaves]
-    narrow = [i for i, wire in enumerate(wires) if jnp.dtype(wire).itemsize < 4]
+    means, _ = means_and_sent(leaves, axis_name, send, bucket_bytes)
+    return treedef.unflatten(
+        [mean.astype(leaf.dtype) for mean, leaf in zip(means, leaves, strict=True)]
+    )
+
+
+class Sending(NamedTuple):
+    """How values travel, see `mean`; made and checked once, used for every bucket."""
+
+    wire_dtype: Any = None
+    block: int = BLOCK
+    key: Any = None
+    exact_sum: bool = True
+
+
+def means_and_sent(
+    leaves: list[jax.Array], axis_name: AxisNames, send: Sending, bucket_bytes: int | None = None
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Means of leaves, and what this device's values count as in them.
+
+    The mean over devices of the latter is the former: a device answers for the rounding of its own
+    values, and for that of the mean in the part that it has added up.
+    """
+    wires = [send.wire_dtype or leaf.dtype for leaf in leaves]
+    narrow = [i for i, wire in enumerate(wires) if is_narrow(wire)]
     wide = [i for i in range(len(leaves)) if i not in narrow]
-    means: dict[int, jax.Array] = {}
+    found: dict[int, tuple[jax.Array, jax.Array]] = {}
     if bucket_bytes is None:
         # one call for all leaves, so that the compiler may combine them
-        sent = [leaves[i].astype(wires[i]) for i in wide]
-        means.update(zip(wide, jax.lax.pmean(sent, axis_name), strict=True))
+        cast = [leaves[i].astype(wires[i]) for i in wide]
+        found.update(zip(wide, zip(jax.lax.pmean(cast, axis_name), cast, strict=True), strict=True))
         wide = []
     for bucket in _buckets(wide, leaves, wires, bucket_bytes):
-        means.update(_flat_mean(bucket, leaves, wires[bucket[0]], axis_name, jax.lax.pmean))
+        average = functools.partial(_wide_mean, wire=wires[bucket[0]], axis_name=axis_name)
+        found.update(_in_one_buffer(bucket, leaves, average))
     limit = bucket_bytes if bucket_bytes is not None else 25 * 2**20
-    for bucket in _buckets(narrow, leaves, wires, limit):
-        means.update(_flat_mean(bucket, leaves, wires[bucket[0]], axis_name, _narrow_mean))
-    return treedef.unflatten([means[i].astype(leaf.dtype) for i, leaf in enumerate(leaves)])
-
-
-def check_wire_dtype(wire_dtype: Any) -> Any:
-    """The dtype, or a sentence why it cannot be sent."""
-    if wire_dtype is None:
-        return None
-    try:
-        dtype = jnp.dtype(wire_dtype)
-    except TypeError:
-        raise ValueError(
-            f"wire_dtype={wire_dtype!r} is no dtype; use jnp.bfloat16, jnp.float16, jnp.float32, "
-            "or None to send each leaf as it is."
-        ) from None
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in (2, 4):
-        raise ValueError(
-            f"wire_dtype={dtype.name} cannot carry a mean: it must be a floating-point type of 16 "
-            "or 32 bits (float32, bfloat16, float16), or None to send each leaf as it is."
-        )
-    return dtype
+    for number, bucket in enumerate(_buckets(narrow, leaves, wires, limit)):
+        key = None if send.key is None else jax.random.fold_in(send.key, number)
+        one = send._replace(wire_dtype=jnp.dtype(wires[bucket[0]]), key=key)
+        average = functools.partial(_narrow_mean, axis_name=axis_name, send=one)
+        found.update(_in_one_buffer(bucket, leaves, average))
+    pairs = [found[i] for i in range(len(leaves))]
+    return [mean for mean, _ in pairs], [sent for _, sent in pairs]
 
 
 def check_bucket_bytes(bucket_bytes: Any) -> int:
@@ -172,59 +208,109 @@ def _buckets(
     return buckets
 
 
-def _flat_mean(
-    bucket: Sequence[int],
-    leaves: Sequence[jax.Array],
-    wire: Any,
-    axis_name: AxisNames,
-    average: Any,
-) -> dict[int, jax.Array]:
-    """Means of the leaves of one bucket, sent as one flat buffer."""
-    parts = [leaves[i].astype(wire).ravel() for i in bucket]
-    flat = average(jnp.concatenate(parts) if len(parts) > 1 else parts[0], axis_name)
-    means, start = {}, 0
+def _in_one_buffer(
+    bucket: Sequence[int], leaves: Sequence[jax.Array], average: Any
+) -> dict[int, tuple[jax.Array, jax.Array]]:
+    """Mean and sent of the leaves of one bucket, which travel as one flat buffer."""
+    parts = [leaves[i].ravel() for i in bucket]
+    flat, sent = average(jnp.concatenate(parts) if len(parts) > 1 else parts[0])
+    found, start = {}, 0
     for i in bucket:
-        means[i] = flat[start : start + leaves[i].size].reshape(leaves[i].shape)
-        start += leaves[i].size
-    return means
+        shape, end = leaves[i].shape, start + leaves[i].size
+        found[i] = flat[start:end].reshape(shape), sent[start:end].reshape(shape)
+        start = end
+    return found
 
 
-def _narrow_mean(flat: jax.Array, axis_name: AxisNames) -> jax.Array:
-    """Mean of a flat narrow buffer: reduce-scatter, adding up in float32, and all-gather."""
+def _wide_mean(flat: jax.Array, axis_name: AxisNames, wire: Any) -> tuple[jax.Array, jax.Array]:
+    """Mean of a flat buffer of 32 bits or more, and what was sent of it."""
+    sent = flat.astype(wire)
+    return jax.lax.pmean(sent, axis_name), sent
+
+
+def _narrow_mean(
+    flat: jax.Array, axis_name: AxisNames, send: Sending
+) -> tuple[jax.Array, jax.Array]:
+    """Mean of a flat buffer of fewer than 32 bits a value, in float32, and what was sent of it."""
+    flat, count = flat.astype(jnp.float32), jax.lax.axis_size(axis_name)
+    if not send.exact_sum:
+        sent = (flat / count).astype(send.wire_dtype)
+        return jax.lax.psum(sent, axis_name).astype(jnp.float32), sent.astype(jnp.float32) * count
+    return coded_mean(flat, axis_name, codec_of(send.wire_dtype, send.block), send.key)
+
+
+def coded_mean(
+    flat: jax.Array, axis_name: AxisNames, codec: Codec, key: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """Mean of a flat float32 buffer by reduce-scatter, adding up in float32, and all-gather.
+
+    Args:
+        flat: This device's values, [n].
+        axis_name: Mesh axis, or axes.
+        codec: How values travel.
+        key: Random key, the same on every device; `None` rounds to nearest.
+
+    Returns:
+        The mean, and what this device's values count as in it, see `means_and_sent`.
+    """
     if flat.size == 0:
-        return jax.lax.pmean(flat, axis_name)
-    count = jax.lax.axis_size(axis_name)
+        return jax.lax.pmean(flat, axis_name), flat
+    count, own = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+    there = back = None
+    if key is not None:
+        there, back = jax.random.split(jax.random.fold_in(key, own))
     # ceil division: the last device's part is filled up with zeros
-    rows = jnp.pad(flat, (0, -flat.size % count))
-    part = (sum_scatter(rows, axis_name, dim=0) / count).astype(flat.dtype)
-    return join(part, axis_name, dim=0)[: flat.size]
+    rows = jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
+    total, sent = _exchange(rows, axis_name, codec, there)
+    part = total / count
+    codes = codec.encode(part, back)
+    spare = -codes.size % _LANES if codes.size >= 512 * _LANES else 0  # at most 0.2 %
+    everyone = jax.lax.all_gather(jnp.pad(codes, (0, spare)), axis_name, to="invarying")
+    # this device answers for the rounding of the mean in its part
+    sent = sent.at[own].add(count * (codec.decode(codes, part.size) - part))
+    mean = codec.decode(everyone[:, : codes.size], part.size).ravel()
+    return mean[: flat.size], sent.ravel()[: flat.size]
+
+
+def _exchange(
+    rows: jax.Array, axis_name: AxisNames, codec: Codec, key: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """Float32 sum over the devices of row i, on device i; and what the rows became on the way."""
+    codes, own = codec.encode(rows, key), jax.lax.axis_index(axis_name)
+    mine = jax.lax.all_to_all(codes, axis_name, split_axis=0, concat_axis=0)
+    read, sent = (codec.decode(bits, rows.shape[-1]) for bits in (mine, codes))
+    if codec.keeps_own:
+        read, sent = (x.at[own].set(rows[own]) for x in (read, sent))
+    return jnp.sum(read, axis=0), sent
 
 
 def sum_scatter(
-    x: jax.Array, axis_name: AxisNames, *, dim: int = 0, wire_dtype: Any = None
+    x: jax.Array, axis_name: AxisNames, *, dim: int = 0, wire_dtype: Any = None, block: int = BLOCK
 ) -> jax.Array:
     """Sums an array over the devices of an axis and gives each device its part: reduce-scatter.
 
     With N devices holding x_1 ... x_N, device i ends with part i of N, along `dim`, of
 
-        sum_j cast(x_j)
+        sum_j round(x_j)
 
-    added up in float32 where the wire is narrower than that.
+    where `round` is to the wire dtype, see `mean`; added up in float32 where that is narrower.
 
     Guarantees:
-        - Each device sends (N-1)/N of the array's bytes at the wire dtype.
+        - Each device sends (N-1)/N of the array's bytes at the wire dtype; with scales, 4 bytes
+          for each block besides.
 
     Args:
         x: Floating-point array; N divides its length in `dim`.
         axis_name: Mesh axis, or axes.
         dim: The dim to split.
-        wire_dtype: Floating dtype sent between devices; `None` sends the array as it is.
+        wire_dtype: Dtype sent between devices, see `mean`; `None` sends the array as it is.
+        block: Values that share a scale, for dtypes of 8 bits.
 
     Returns:
         The device's part, in float32 or the wider dtype of the array.
 
     Raises:
-        ValueError: If the wire dtype is not a floating-point type of 16 or 32 bits.
+        ValueError: If the wire dtype cannot carry a sum.
 
     Example:
         >>> mesh = jdp.make_mesh()
@@ -233,15 +319,18 @@ def sum_scatter(
         >>> jax.shard_map(part, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)[:4]
         Array([ 0.,  8., 16., 24.], dtype=float32)
     """
-    x = x.astype(check_wire_dtype(wire_dtype) or x.dtype)
-    if x.dtype.itemsize >= 4:
+    wire = jnp.dtype(check_wire_dtype(wire_dtype) or x.dtype)
+    if not is_narrow(wire):
+        x = x.astype(wire)
         return jax.lax.psum_scatter(x, axis_name, scatter_dimension=dim, tiled=True)
-    count, bits = jax.lax.axis_size(axis_name), _BITS[x.dtype.itemsize]
-    rows = jnp.moveaxis(x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :]), dim, 0)
-    mine = jax.lax.all_to_all(
-        jax.lax.bitcast_convert_type(rows, bits), axis_name, split_axis=0, concat_axis=0
-    )
-    return jnp.sum(jax.lax.bitcast_convert_type(mine, x.dtype).astype(jnp.float32), axis=0)
+    count = jax.lax.axis_size(axis_name)
+    split = (*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
+    rows = jnp.moveaxis(x.reshape(split), dim, 0)
+    if x.size == 0:
+        return rows[0].astype(jnp.float32)
+    flat = rows.reshape(count, -1).astype(jnp.float32)
+    total, _ = _exchange(flat, axis_name, codec_of(wire, check_block(block)))
+    return total.reshape(rows.shape[1:])
 
 
 def join(

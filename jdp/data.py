@@ -43,6 +43,7 @@ def feed(
     pad: bool = True,
     prefetch: int = 2,
     shares: Sequence[int] | None = None,
+    room: int | None = None,
 ) -> Generator[Any, None, None]:
     """Places host batches on the mesh, split over its data axes, ahead of the step.
 
@@ -81,6 +82,9 @@ def feed(
             global batch then has sum(k) * m rows; the part of replica i is its k_i * m rows, then
             rows of weight 0 up to max(k) * m (NaN where there is no weight, so that a step without
             the shares shows it). Give the step the same shares.
+        room: Microbatches that the part of each replica has room for, in place of max(k): with the
+            same room, batches of other shares (another call of `feed`, see `jdp.rebalance`) have
+            the same shape, and the step is not compiled again.
 
     Returns:
         A generator of pytrees of global `jax.Array`s, `[B, ...]`, or `[N * max(k) * m, ...]`.
@@ -109,7 +113,7 @@ def feed(
         )
     placement = _Placement.of(mesh, data_axes(mesh, axis))
     rows = plan_rows(
-        placement.num_replicas, placement.mine, microbatch, shares, str(placement.axes)
+        placement.num_replicas, placement.mine, microbatch, shares, str(placement.axes), room
     )
     stop, packer = Stop(), Packer(rows, pad)
     local = packer.pack(batches)

@@ -20,6 +20,7 @@ from jdp.mesh import AxisNames, data_axes
 from jdp.microbatch import Layout, lay_out, on_replicas, over_microbatches, sum_over, vary
 from jdp.pace import is_emulated, keep_pace
 from jdp.padded import map_logical, view
+from jdp.rows import agreed
 
 
 def eval_step(
@@ -48,7 +49,8 @@ def eval_step(
 
     Returns:
         `f(params, batch, *, model_state=None)`, jitted, which returns the pytree with `Mean`
-        leaves of float32.
+        leaves of float32. Parameters that differ by replica are taken at their mean, see
+        `jdp.agreed`, which costs an all-reduce of them for each batch.
 
     Raises:
         ValueError: If the batch does not divide, or a metric is neither a scalar nor a `Mean`; if
@@ -66,7 +68,7 @@ def eval_step(
     def call(params: Any, batch: Any, *, model_state: Any = None) -> Any:
         layout = lay_out(batch, mesh, axes, microbatch)
         local = functools.partial(_local, metric_fn, layout)
-        params = map_logical(view, params)
+        params = map_logical(view, agreed(params))
         return on_replicas(local, layout, P())(params, batch, None, model_state, None)
 
     if not is_emulated(mesh):
@@ -132,6 +134,7 @@ def evaluate(
         3.0
     """
     keywords = {} if model_state is None else {"model_state": model_state}
+    params = agreed(params)  # once, and not for every batch
     total, pending = None, None
     for batch in batches:
         new = step(params, batch, **keywords)

@@ -90,7 +90,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
     | where it stands | what a bad gradient costs |
     | --- | --- |
     | outermost, around the reduction, or inside a ZeRO stage | its step |
-    | behind a reduction that keeps residuals | its step, but the residuals are spoilt |
+    | behind a reduction that keeps residuals | its step, and what had waited in those entries |
     | inside `jdp.multi_steps` | its whole window, counted once here and once in `num_updates` |
     | around `jdp.multi_steps` | refused: accumulation belongs outermost |
 

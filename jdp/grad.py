@@ -7,6 +7,8 @@ it on every replica over that replica's microbatches, inside one `shard_map`:
     batch (split by rows) -+-> loss and its gradient, each microbatch --sum--> g_i  [N, *shape]
                                                        scalars of loss and aux --psum--> global
 
+(Parameters that are `PerReplica` themselves, those of local steps, are each replica's own row.)
+
 Gradients come back as `PerReplica` values, scaled so that their plain mean is the gradient of
 the global loss. They are not sent here, least of all inside the loop over microbatches: what
 ends the replica axis is a transformation such as `jdp.all_reduce`. (The exception is asked for by
@@ -39,6 +41,7 @@ from jdp.microbatch import (
 from jdp.padded import map_logical, view
 from jdp.remat import checkpoint_policy
 from jdp.replica import give_per_replica, give_reduced, wide
+from jdp.rows import own_rows, row_specs
 from jdp.split import Placement, as_stored, check_axes, mark
 from jdp.unshard import PARAMS
 
@@ -85,7 +88,8 @@ def value_and_grad(
         `f(params, batch, key=None, *, model_state=None, shares=None, loss_scale=None,
         placement=None)`, jitted, which returns what `jax.value_and_grad` would: `(loss, grads)`,
         or `((loss, aux), grads)`, or `((loss, aux, model_state), grads)`. Loss and aux are the
-        same on all devices; leaves of grads are `PerReplica`, shape [N, *param.shape].
+        same on all devices; leaves of grads are `PerReplica`, shape [N, *param.shape]. Parameters
+        may be `PerReplica` too (see `jdp.local_sgd`): g_i is then taken at replica i's own.
 
         `shares`, int32 of shape [N], gives replica i only its first shares[i] microbatches, for
         devices of unequal speed; a number it does not have makes the loss and every gradient NaN.
@@ -130,7 +134,7 @@ def value_and_grad(
         seen: list[Form] = []  # what tracing finds out about the loss function
         if in_backward is None:
             params, treedef = map_logical(view, params), None
-            make, specs, grad_specs = Whole, None, P(axes)
+            make, specs, grad_specs = Whole, row_specs(params, axes), P(axes)
         else:
             check_axes(in_backward, axes)
             params, treedef = as_stored(params, in_backward)
@@ -199,7 +203,7 @@ def _local(
     """What one replica does: its gradient, as `given` has it, and the global loss, aux, state."""
     axes = layout.axes
     params, loss_scale = given
-    own = make(params, layout=layout)
+    own = make(own_rows(params), layout=layout)
 
     def call(params: Any) -> Any:
         first = jax.tree.map(lambda x: x[: x.shape[0] // layout.each], batch)

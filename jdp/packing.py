@@ -38,6 +38,7 @@ def plan_rows(
     microbatch: int,
     shares: Sequence[int] | None,
     where: str,
+    room: int | None = None,
 ) -> Rows:
     """Plans the rows of the replicas `mine`, out of `num_replicas` along the axes `where`."""
     if microbatch != int(microbatch) or microbatch < 1:
@@ -47,6 +48,12 @@ def plan_rows(
         )
     part = f"{len(mine)} of the " if len(mine) < num_replicas else ""
     whole = f"{part}{num_replicas} replicas along {where}"
+    if room is not None and (shares is None or room != int(room) or room < max(shares, default=0)):
+        raise ValueError(
+            f"jdp.feed got room={room!r} for shares={shares}; it is the number of microbatches "
+            f"that the part of each replica has room for, at least the largest share, and has no "
+            f"meaning without shares."
+        )
     if shares is None:
         reason = f"{whole} times microbatch {microbatch}"
         return Rows(len(mine) * microbatch, False, lambda array, hole: array, reason)
@@ -55,7 +62,7 @@ def plan_rows(
             f"jdp.feed got shares={tuple(shares)} for {num_replicas} replicas along {where}; it "
             f"needs a whole number of microbatches for each replica, 0 or more, and not all 0."
         )
-    size = max(shares) * microbatch
+    size = (max(shares) if room is None else room) * microbatch
     slots = [i * size + row for i, r in enumerate(mine) for row in range(shares[r] * microbatch)]
 
     def spread(array: np.ndarray, hole: float) -> np.ndarray:

@@ -120,29 +120,47 @@ def logical(tree: Any) -> Any:
         Array([0., 1., 2.], dtype=float32)
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_padded)
-    together: dict[Any, list[int]] = {}  # indices by the devices that the arrays lie on
+    waiting = []
     for i, leaf in enumerate(leaves):
         if not is_padded(leaf):
             continue
         if isinstance(leaf.value, jax.ShapeDtypeStruct):
             leaves[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        elif isinstance(leaf.value, Tracer):
-            leaves[i] = view(leaf)
         elif isinstance(leaf.value, jax.Array):
-            together.setdefault(frozenset(leaf.value.sharding.device_set), []).append(i)
+            waiting.append(i)
         else:
             leaves[i] = np.asarray(leaf)
-    for indices in together.values():
-        # one program: each leaf takes a collective, and emulated devices bear few at a time
-        padded = [leaves[i] for i in indices]
-        whole = jax.jit(_views, out_shardings=[*map(_whole, padded)])
-        for i, array in zip(indices, whole(padded), strict=True):
-            leaves[i] = array
+    arrays = [leaves[i] for i in waiting]
+    for i, array in zip(waiting, in_one_program(view, arrays, _whole), strict=True):
+        leaves[i] = array
     return treedef.unflatten(leaves)
 
 
-def _views(leaves: list[Padded]) -> list[jax.Array]:
-    return [view(leaf) for leaf in leaves]
+def in_one_program(
+    fn: Callable[[Any], jax.Array], nodes: list[Any], place: Callable[[Any], Any]
+) -> list[jax.Array]:
+    """Applies `fn` to each array, in one program for each set of devices that they lie on.
+
+    Each may take a collective, and emulated devices bear few programs with one at a time. What is
+    being traced is simply computed.
+    """
+    results: list[Any] = [None] * len(nodes)
+    together: dict[Any, list[int]] = {}
+    for i, node in enumerate(nodes):
+        if isinstance(stored_array(node), Tracer):
+            results[i] = fn(node)
+        else:
+            together.setdefault(frozenset(node.sharding.device_set), []).append(i)
+    for indices in together.values():
+        some = [nodes[i] for i in indices]
+        program = jax.jit(_map, static_argnums=0, out_shardings=[*map(place, some)])
+        for i, result in zip(indices, program(fn, some), strict=True):
+            results[i] = result
+    return results
+
+
+def _map(fn: Callable[[Any], jax.Array], nodes: list[Any]) -> list[jax.Array]:
+    return [*map(fn, nodes)]
 
 
 def _whole(leaf: Padded) -> NamedSharding | None:

@@ -3,21 +3,24 @@
     PerReplica [N, *shape]  --all_reduce-->  array [*shape], the same bits on every device
 
 It goes where per-replica gradients are to become gradients, as a rule first in the chain:
-`optax.chain(jdp.all_reduce(), optax.adamw(3e-4))`. It keeps no state and knows no optimizer.
-How buckets are made is decided here, from what the mesh consists of.
+`optax.chain(jdp.all_reduce(), optax.adamw(3e-4))`. It keeps no state, but for what error feedback
+and random rounding need, and knows no optimizer. How buckets are made is decided here, from what
+the mesh consists of; how numbers become bits is decided in `jdp.quantize`.
 """
 
-import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jdp import collectives
+from jdp.feedback import check_axis, compressed
 from jdp.mesh import AnyMesh, AxisNames
-from jdp.replica import give_per_replica, take_per_replica, weight_of, widen
+from jdp.quantize import BLOCK, check_block, check_wire_dtype, is_narrow
+from jdp.replica import give_per_replica, take_per_replica, weight_of, wide, widen
 
 BUCKET_BYTES = 25 * 2**20  # what PyTorch DDP has used since 2020
 
@@ -27,15 +30,29 @@ def all_reduce(
     *,
     wire_dtype: Any = None,
     bucket_bytes: int = BUCKET_BYTES,
+    block: int = BLOCK,
+    stochastic: bool = False,
+    error_feedback: bool = False,
+    exact_sum: bool = True,
+    seed: int = 0,
 ) -> optax.GradientTransformation:
     """Averages per-replica gradients over the replicas.
 
     With N replicas holding g_1 ... g_N, every device ends with
 
-        g = (1/N) * sum_i cast(g_i)
+        g = round((1/N) * sum_i round(g_i))
 
-    A dtype narrower than 32 bits on the wire is accumulated in float32 (all-to-all, local sum,
-    all-gather); the mean is rounded to it once more on its way back.
+    where `round` is to the wire dtype, and nothing where that is 32 bits wide. What is narrower is
+    added up in float32 (all-to-all, local sum, all-gather; with 8 bits a device adds its own values
+    as they are, since they do not travel).
+
+    | wire dtype | bytes of float32's | a rounding is off by at most |
+    | --- | --- | --- |
+    | bfloat16 | 0.5 | 2^-8 of the value |
+    | float16 | 0.5003 | 2^-11 of the value, above 2^-28 of the largest of 4096 |
+    | float8_e4m3fn | 0.254 | 2^-4 of the value, above 2^-13 of its block's largest |
+    | float8_e5m2 | 0.254 | 2^-3 of the value, above 2^-28 of its block's largest |
+    | int8 | 0.254 | 1/254 of its block's largest |
 
     Guarantees:
         - The result is the same bits on every device, in the dtype of the gradient or, where that
@@ -43,6 +60,9 @@ def all_reduce(
         - With N devices each sends 2(N-1)/N of the gradient's bytes at the wire dtype.
         - Nothing is sent inside a loop, and a leaf is sent once.
         - With `wire_dtype=None` nothing is cast.
+        - With `error_feedback` both roundings are made up for in the next step, see
+          `jdp.feedback.compressed`; it costs 4 bytes a parameter on each device.
+        - inf and NaN arrive, and are never clipped; see `jdp.collectives.mean`.
 
     | devices | how a bucket is made |
     | --- | --- |
@@ -50,17 +70,27 @@ def all_reduce(
     | CPU, several processes | leaves joined into flat buffers; leaf by leaf costs up to 20 times |
     | CPU, one process | not at all: joining copies, and there is no wire to save |
 
+    Narrow dtypes are always joined.
+
     Args:
         axis: Mesh axis, or axes, to average over; `None` takes all that the gradients differ
-            along. Over part of them the result is a `PerReplica` along the others.
-        wire_dtype: float32, bfloat16 or float16, sent between devices; `None` sends each leaf as
-            it is.
+            along. Over part of them the result is a `PerReplica` along the others; with
+            `stochastic` or `error_feedback` they must be all that the gradients differ along.
+        wire_dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, sent between
+            devices; `None` sends each leaf as it is.
         bucket_bytes: Size of a bucket at the wire dtype, where this transformation makes them;
             default 25 MiB. Where the compiler does, give the same number to `jdp.xla_options`.
+        block: Values that share a scale, for dtypes of 8 bits; 4 bytes each.
+        stochastic: Round up or down at random, so that the mean is right on average.
+        error_feedback: Keep what a narrow dtype loses and add it to the next gradient.
+        exact_sum: False adds up 16 bits in 16 bits, by a plain all-reduce, see
+            `jdp.collectives.mean`: cheaper where the backend has one, and less exact.
+        seed: Of the random rounding.
 
     Returns:
-        A stateless transformation from `PerReplica` gradients, leaves of shape
-        `[N, *param.shape]`, to gradients of the parameters' shapes.
+        A transformation from `PerReplica` gradients, leaves of shape `[N, *param.shape]`, to
+        gradients of the parameters' shapes; stateless, or with `stochastic` or `error_feedback`
+        of state `CompressedState`, whose memory counts steps.
 
     Raises:
         ValueError: If a gradient is already reduced, naming it, or an argument cannot be meant.
@@ -75,14 +105,16 @@ def all_reduce(
 
     References:
         Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, 2020.
+        Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization, 2017.
     """
-    wire_dtype = collectives.check_wire_dtype(wire_dtype)
+    send = collectives.Sending(
+        wire_dtype=check_wire_dtype(wire_dtype), block=check_block(block), exact_sum=exact_sum
+    )
     bucket_bytes = collectives.check_bucket_bytes(bucket_bytes)
-    if axis is not None and not axis:
-        raise ValueError(
-            f"jdp.all_reduce(axis={axis!r}) would average over nothing. Name the axes, or leave "
-            "axis out to average over all."
-        )
+    check_axis("jdp.all_reduce", axis)
+    _check_rounding(send, stochastic, error_feedback)
+    if stochastic or error_feedback:
+        return _with_state(axis, send, bucket_bytes, stochastic, error_feedback, seed)
 
     def init(params: Any) -> optax.EmptyState:
         del params
@@ -99,14 +131,18 @@ def all_reduce(
                 f"jdp.all_reduce(axis={axis!r}): the gradients differ along {axes}, not along "
                 f"{missing[0]!r}. Name one or more of those, or leave axis out to average over all."
             )
-        average = functools.partial(
-            collectives.mean,
-            axis_name=over,
-            wire_dtype=wire_dtype,
-            bucket_bytes=bucket_bytes if _joins_leaves(mesh) else None,
-        )
+        limit = bucket_bytes if joins_leaves(mesh) else None
         rest = tuple(name for name in axes if name not in over)
-        reduced = _on_each_device(average, mesh, axes, rest)(values)
+
+        def average(values: Any) -> Any:
+            leaves, treedef = jax.tree.flatten(values)
+            means, _ = collectives.means_and_sent(leaves, over, send, limit)
+            # what goes on to be sent again stays as narrow as it came
+            dtypes = [leaf.dtype if rest else wide(leaf) for leaf in leaves]
+            pairs = zip(means, dtypes, strict=True)
+            return treedef.unflatten([mean.astype(dtype) for mean, dtype in pairs])
+
+        reduced = on_each_device(average, mesh, axes, rest)(values)
         if not rest:
             return widen(reduced), state
         return give_per_replica(reduced, weight_of(updates), rest, mesh), state
@@ -114,7 +150,56 @@ def all_reduce(
     return optax.GradientTransformation(init, update)
 
 
-def _on_each_device(
+def _with_state(
+    axis: AxisNames | None,
+    send: collectives.Sending,
+    bucket_bytes: int,
+    stochastic: bool,
+    error_feedback: bool,
+    seed: int,
+) -> optax.GradientTransformation:
+    """The same with residuals, or a count of steps that gives each its random numbers."""
+
+    def exchange(values: list[jax.Array], memory: Any, axes: tuple[str, ...]) -> Any:
+        key = jax.random.fold_in(jax.random.key(seed), memory) if stochastic else None
+        means, sent = collectives.means_and_sent(values, axes, send._replace(key=key), bucket_bytes)
+        return means, sent, memory + 1 if stochastic else memory
+
+    def init_memory(params: Any) -> Any:
+        del params
+        return jnp.zeros((), jnp.int32) if stochastic else ()
+
+    return compressed(
+        "jdp.all_reduce", exchange, init_memory, axis=axis, error_feedback=error_feedback
+    )
+
+
+def _check_rounding(send: collectives.Sending, stochastic: bool, error_feedback: bool) -> None:
+    """Refuses what has no meaning for the dtype on the wire."""
+    wire = send.wire_dtype
+    narrow = wire is not None and is_narrow(wire)
+    given = f"wire_dtype={wire if wire is None else wire.name}"
+    for name, asked in (("stochastic", stochastic), ("error_feedback", error_feedback)):
+        if asked and not narrow:
+            raise ValueError(
+                f"jdp.all_reduce({given}, {name}=True): nothing is rounded on the way, so there is "
+                "nothing to make up for. Give a narrow wire_dtype, such as jnp.int8, or leave it "
+                "out."
+            )
+        if asked and not send.exact_sum:
+            raise ValueError(
+                f"jdp.all_reduce(exact_sum=False, {name}=True): a sum in the wire dtype rounds at "
+                "every addition, which no device can make up for. Leave one of them out."
+            )
+    if not send.exact_sum and (wire is None or wire.itemsize != 2):
+        raise ValueError(
+            f"jdp.all_reduce({given}, exact_sum=False): only bfloat16 and float16 can be added up "
+            "as they are sent; 8 bits have scales of their own, and 32 lose nothing that a "
+            "float32 sum would keep. Leave exact_sum out."
+        )
+
+
+def on_each_device(
     average: Any, mesh: AnyMesh, axes: tuple[str, ...], rest: tuple[str, ...]
 ) -> Any:
     """Applies a per-device function to [N, *shape] arrays; keeps a replica axis along `rest`."""
@@ -132,7 +217,7 @@ def _on_each_device(
     )
 
 
-def _joins_leaves(mesh: AnyMesh) -> bool:
+def joins_leaves(mesh: AnyMesh) -> bool:
     """Whether leaves are joined before they are sent: between CPU processes only.
 
     Gloo runs an all-reduce of many operands one operand at a time: 100 leaves of 100 KB took

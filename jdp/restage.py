@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jdp.padded import put, view
 from jdp.replica import PerReplica, is_per_replica, is_stored
+from jdp.rows import agreed
 
 
 def restage(state: Any, like: Any) -> Any:
@@ -94,7 +95,7 @@ def _say(kind: tuple[tuple[int, ...], Any]) -> str:
 
 def _move(old: Any, new: Any) -> Any:
     if is_per_replica(old) and not (is_per_replica(new) and old.shape == new.shape):
-        mean = jnp.mean(view(old.value), axis=0)
+        mean = agreed(PerReplica(view(old.value), axes=old.axes, mesh=old.mesh))
         if not is_per_replica(new):
             return put(mean, new)
         whole = jnp.broadcast_to(mean, new.shape)

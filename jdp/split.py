@@ -170,10 +170,10 @@ def spec_of_user(path: Any, leaf: Any, axes: tuple[str, ...]) -> tuple[Any, ...]
     if known is None:
         sharding = getattr(leaf, "sharding", None)
         known = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
-    return _without(known, (*axes, *DATA_AXES))
+    return without(known, (*axes, *DATA_AXES))
 
 
-def _without(spec: Any, axes: tuple[str, ...]) -> tuple[Any, ...]:
+def without(spec: Any, axes: tuple[str, ...]) -> tuple[Any, ...]:
     """A spec with `axes` taken out."""
 
     def one(entry: Any) -> Any:
@@ -234,7 +234,7 @@ def whole_params(params: Any, placement: Placement) -> Any:
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return leaf
-        spec = P(*_without(sharding.spec, (*placement.axes, *DATA_AXES)))
+        spec = P(*without(sharding.spec, (*placement.axes, *DATA_AXES)))
         place = NamedSharding(sharding.mesh, spec)
         return leaf if place.is_equivalent_to(sharding, leaf.ndim) else jax.device_put(leaf, place)
 

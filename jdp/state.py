@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp.accumulate import MultiStepsState
+from jdp.local_state import check_outermost as check_local_outermost
+from jdp.local_state import spread_params
 from jdp.loss import check_params
 from jdp.mesh import replicate
 from jdp.padded import logical
@@ -25,6 +27,7 @@ from jdp.precision import check_master
 from jdp.processes import broadcast as broadcast_values
 from jdp.processes import same_everywhere
 from jdp.replica import PerReplica, find_nodes, is_per_replica
+from jdp.rows import agreed
 from jdp.split import (
     Placement,
     ZeroState,
@@ -34,6 +37,7 @@ from jdp.split import (
     stored_places,
     user_specs,
     whole_params,
+    without,
 )
 
 
@@ -43,7 +47,7 @@ class TrainState(NamedTuple):
     Attributes:
         step: Calls of the training step so far, int32. It numbers the batches, and with them the
             random keys. (`jdp.multi_steps` counts applied updates in `opt_state.num_updates`.)
-        params: The parameters.
+        params: The parameters; `PerReplica` leaves where local steps let replicas differ.
         opt_state: State of the optax transformation.
         key: Random key of the run, or `None`. Step s uses fold_in(key, s).
         model_state: What the model keeps besides parameters (BatchNorm), or `None`.
@@ -76,7 +80,8 @@ def init_state(
     Args:
         params: Pytree of floating-point arrays; or a function without arguments that makes it,
             which is then run on the mesh; or of `jax.ShapeDtypeStruct`s, for a state of those,
-            with which to lower a step or restore a checkpoint.
+            with which to lower a step or restore a checkpoint. Parameters that differ by replica
+            are taken at their mean.
         tx: The transformation that the step will use.
         mesh: The mesh.
         key: A random key (`jax.random.key`), for losses that take one.
@@ -98,7 +103,7 @@ def init_state(
         (0, True)
     """
     make = params if callable(params) and jax.tree.leaves(params) == [params] else None
-    params = jax.eval_shape(make) if make else params  # not a model, a function
+    params = jax.eval_shape(make) if make else agreed(params)  # not a model, a function
     check_params(params)
     placement = _plan(tx, params, mesh)
     splits = placement if placement is not None and placement.stage == 3 else None
@@ -239,10 +244,26 @@ def _mirror(split: Split, path: Any, leaf: Any) -> Any:
     for name in sorted(filter(end.endswith, split), key=len, reverse=True):
         shape, sharding = split[name]
         if value.shape[len(axes) :] == shape:
-            place = NamedSharding(sharding.mesh, P(*axes, *sharding.spec))
-            value = jax.lax.with_sharding_constraint(value, place)
+            taken = leaf.axes if axes else ()  # those of the replicas may split it no further
+            spec = P(*axes, *without(sharding.spec, taken))
+            value = _lies(value, NamedSharding(sharding.mesh, spec))
             break
     return PerReplica(value, axes=leaf.axes, mesh=leaf.mesh) if axes else value
+
+
+def _lies(x: jax.Array, place: NamedSharding) -> jax.Array:
+    """The same, placed over Auto axes; what Explicit ones split is part of its type already."""
+    auto = {
+        name
+        for name, kind in zip(place.mesh.axis_names, place.mesh.axis_types, strict=True)
+        if kind == AxisType.Auto
+    }
+    if not auto:
+        return x
+    names = [entry if isinstance(entry, tuple) else (entry,) for entry in place.spec]
+    kept = [tuple(name for name in entry if name in auto) for entry in names]
+    spec = P(*(entry or None for entry in kept))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(place.mesh, spec))
 
 
 def _init(
@@ -250,10 +271,11 @@ def _init(
 ) -> TrainState:
     opt_state = tx.init(params)
     check_outermost(opt_state)
+    params = spread_params(params, opt_state)
     if split:
-        opt_state = jax.tree_util.tree_map_with_path(
+        params, opt_state = jax.tree_util.tree_map_with_path(
             functools.partial(_mirror, split),
-            opt_state,
+            (params, opt_state),
             is_leaf=lambda x: is_per_replica(x) or isinstance(x, ZeroState),
         )
     state = TrainState(jnp.zeros((), jnp.int32), params, opt_state, key, model_state)
@@ -306,7 +328,11 @@ def _flush(tx: optax.GradientTransformation, state: TrainState) -> TrainState:
 
 
 def check_outermost(opt_state: Any) -> None:
-    """Refuses transformations around `multi_steps`: they would run on every call, on zeros."""
+    """Refuses transformations around `multi_steps`: they would run on every call, on zeros.
+
+    And around local steps, see `jdp.local_state`.
+    """
+    check_local_outermost(opt_state)
     outermost = isinstance(opt_state, MultiStepsState)
     if find_nodes(opt_state.inner_state if outermost else opt_state, MultiStepsState):
         raise ValueError(

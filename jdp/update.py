@@ -18,7 +18,8 @@ import optax
 
 from jdp.accumulate import MultiStepsState
 from jdp.finite import LossScaleState, SkipState
-from jdp.replica import PerReplica, Reduced, find_nodes
+from jdp.local_state import LocalState
+from jdp.replica import PerReplica, Reduced, find_nodes, is_per_replica
 from jdp.split import ZeroState, find_placement
 from jdp.state import TrainState, check_outermost
 from jdp.zero import Applying
@@ -30,6 +31,9 @@ def update(
     """New parameters and state, with a sentence for the commonest mistake."""
     check_outermost(state.opt_state)
     _check_private(state.opt_state)
+    local = isinstance(state.opt_state, LocalState)
+    if local and not isinstance(tx, Applying):
+        raise ValueError(_made_for_another(state.opt_state))
     forgotten = (
         "The optimizer received one gradient for each replica: nothing in the chain reduces them, "
         "or something that needs the mean stands before or around the reduction. Put "
@@ -42,15 +46,11 @@ def update(
         updates, opt_state = _call(run, grads, state, loss)
     except (TypeError, ValueError) as error:
         if ZeroState.__name__ in str(error):
-            raise ValueError(
-                f"The state was made for {_name(state.opt_state)} and the step has another "
-                "transformation. Convert the state with jdp.restage(state, like), where like is "
-                "jdp.init_state(params, tx, mesh) for this tx."
-            ) from error
+            raise ValueError(_made_for_another(state.opt_state)) from error
         if _speaks_of_gradients(error):
             raise ValueError(forgotten) from error
         raise
-    if _holds_gradients(updates):
+    if _holds_gradients(updates) and not local:
         raise ValueError(forgotten)
     _check_updates(updates, state.params)
     _check_structure(state.opt_state, opt_state)
@@ -72,9 +72,21 @@ def _check_updates(updates: Any, params: Any) -> None:
             )
 
 
-def _name(opt_state: Any) -> str:
+def _made_for_another(opt_state: Any) -> str:
+    """The sentence for a state that belongs to another transformation than the step's."""
+    if isinstance(opt_state, LocalState):
+        return (
+            "The state was made for local steps (jdp.local_sgd, jdp.diloco), each replica with "
+            "parameters of its own, and the step has another transformation. Go on from their "
+            "mean: jdp.init_state(jdp.agreed(state.params), tx, mesh) for this tx."
+        )
     placement = find_placement(opt_state)
-    return placement.name if placement else "another transformation"
+    name = placement.name if placement else "another transformation"
+    return (
+        f"The state was made for {name} and the step has another transformation. Convert the "
+        "state with jdp.restage(state, like), where like is jdp.init_state(params, tx, mesh) for "
+        "this tx."
+    )
 
 
 def _check_private(opt_state: Any) -> None:
@@ -132,10 +144,17 @@ def _named(error: Exception) -> Exception:
 def keep_if_skipped(new: Any, old: Any, opt_state: Any) -> Any:
     """Model state of before a step that was skipped: it may hold what made the gradient NaN.
 
-    Of several calls that `jdp.multi_steps` gathers, only the last one is known to be skipped.
+    Of several calls that `jdp.multi_steps` gathers, only the last one is known to be skipped. Of
+    replicas that take local steps, one that skipped may have spoilt the state of all.
     """
     if new is None or isinstance(opt_state, MultiStepsState):
         return new
+    if isinstance(opt_state, LocalState):
+        opt_state = jax.tree.map(
+            lambda x: jnp.any(x.value) if x.dtype == bool else x.value,
+            opt_state.inner_state,
+            is_leaf=is_per_replica,
+        )
     for node in find_nodes(opt_state, (SkipState, LossScaleState)):
         new = jax.tree.map(functools.partial(jnp.where, node.last_skipped), old, new)
     return new

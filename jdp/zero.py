@@ -94,8 +94,9 @@ def zero1(
             `optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))`.
         axis: Axis, or axes, to split over; `None` takes all data axes. One of two ("device" on a
             ("node", "device") mesh) splits within a node and keeps a copy in each (HSDP).
-        wire_dtype: float32, bfloat16 or float16, for gradients on their way; added up in float32.
-            `None` sends them as they are.
+        wire_dtype: Of gradients on their way, also of 8 bits, see `jdp.all_reduce`; added up in
+            float32. `None` sends them as they are. For error feedback put the reduction before:
+            `optax.chain(jdp.all_reduce(wire_dtype=jnp.int8, error_feedback=True), jdp.zero1(...))`.
         min_size: Arrays of fewer elements stay whole on every device.
 
     Returns:

@@ -197,7 +197,7 @@ def compiled(tree, **keywords):
 
 def test_narrow_bits_travel_as_they_are():
     """XLA on CPU widens bf16 collectives to float32; the bits of a narrow dtype must not be."""
-    x = {"a": rows(64, 33), "b": rows(7)}
+    x = {"a": rows(64, 330), "b": rows(7)}
     plain = programs.sent_bytes(compiled(x), 8)
     for wire in (jnp.bfloat16, jnp.float16):
         found = compiled(x, wire_dtype=wire)
@@ -291,10 +291,10 @@ def test_packing_brings_every_entry_back_to_its_place(shapes, bucket_bytes, wire
     ("wire", "match"),
     [
         (jnp.int32, "wire_dtype=int32 cannot carry a mean.*float32, bfloat16, float16"),
-        (jnp.int8, "wire_dtype=int8 cannot carry a mean"),
+        (jnp.uint8, "wire_dtype=uint8 cannot carry a mean"),
         (jnp.float64, "wire_dtype=float64 cannot"),
         (float, "wire_dtype=float64 cannot"),
-        (jnp.float8_e4m3fn, "wire_dtype=float8_e4m3fn cannot"),
+        (jnp.float8_e4m3fnuz, "wire_dtype=float8_e4m3fnuz cannot"),
         (jnp.complex64, "wire_dtype=complex64 cannot"),
         (bool, "wire_dtype=bool cannot"),
         ("bf16", "wire_dtype='bf16'"),

@@ -103,6 +103,17 @@ CASES = {
     "zero3_explicit": Case(jdp.zero3(with_momentum(), min_size=0), axis_types=EXPLICIT, split=True),
     "zero3_per_replica": Case(jdp.zero3(with_momentum(), min_size=0)),
     "zero3_two_axes": Case(jdp.zero3(with_momentum(), "device", min_size=0), split=True, **NODES),
+    "hierarchical": Case(with_momentum(jdp.hierarchical()), **NODES),
+    "hierarchical_feedback": Case(
+        with_momentum(jdp.hierarchical(across_wire_dtype=jnp.bfloat16, error_feedback=True)),
+        axis_types=EXPLICIT,
+        rounding=2.0**-8,
+        **NODES,
+    ),
+    "power_sgd": Case(with_momentum(jdp.power_sgd(8, min_rate=0)), rounding=2.0**-18),
+    "in_backward": Case(with_momentum(jdp.all_reduce_in_backward(min_size=0)), split=True),
+    "in_order": Case(with_momentum(jdp.all_reduce_in_order()), axis_types=EXPLICIT, split=True),
+    "noise_scale": Case(with_momentum(jdp.gradient_noise_scale(jdp.all_reduce()))),
     "multi_steps_zero3": Case(
         jdp.multi_steps(jdp.zero3(with_momentum(), min_size=0), 2), every=2, split=True
     ),
@@ -163,7 +174,8 @@ def test_update_keeps_shapes_dtypes_and_placement(case):
         assert update.shape == param.shape
         # ZeRO hands on the difference of narrow parameters in float32, which holds it exactly
         wide = jnp.promote_types(param.dtype, jnp.float32)
-        assert update.dtype == (wide if find_placement(case.state) else param.dtype)
+        placement = find_placement(case.state)
+        assert update.dtype == (wide if placement and placement.stage else param.dtype)
         assert update.sharding.is_equivalent_to(param.sharding, update.ndim)
 
 

@@ -315,6 +315,22 @@ def test_shares_lay_each_replicas_microbatches_first():
     assert {s.data.shape for s in batches[0]["x"].addressable_shards} == {(6, 2)}
 
 
+def test_room_keeps_the_shape_whatever_the_shares():
+    mesh = jdp.make_mesh(num_devices=4)
+    for shares in ((3, 1, 0, 2), (1, 2, 2, 1)):
+        (batch,) = jdp.feed(_rows(12), mesh, microbatch=2, shares=shares, room=4)
+        assert batch["weight"].shape == (4 * 4 * 2,)
+        weight = np.asarray(batch["weight"]).reshape(4, 8)
+        np.testing.assert_array_equal(weight.sum(1), 2 * np.array(shares))
+        assert all((row[: 2 * k] == 1).all() for row, k in zip(weight, shares, strict=True))
+
+
+@pytest.mark.parametrize("kwargs", [{"room": 4}, {"shares": (2,) * 8, "room": 1}])
+def test_room_that_cannot_be_meant(kwargs):
+    with pytest.raises(ValueError, match=r"room=\d .* at least the largest share"):
+        list(jdp.feed(_rows(16), _mesh(), **kwargs))
+
+
 def test_equal_shares_change_nothing():
     (plain,) = jdp.feed(_rows(16), _mesh())
     (shared,) = jdp.feed(_rows(16), _mesh(), shares=(2,) * 8, pad=True)

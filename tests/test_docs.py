@@ -34,6 +34,14 @@ def test_the_guide_to_memory(capsys):
     assert 0 < held[1] < held[0]
 
 
+def test_the_guide_to_sending_less():
+    """Its code runs, and everything that sends less still learns."""
+    names = _run("docs/sending.md")
+    assert len(names["losses"]) == 11
+    start = float(names["loss_fn"](names["params"], names["batch"]))
+    assert all(loss < 0.8 * start for loss in names["losses"].values()), names["losses"]
+
+
 @pytest.mark.parametrize("command", ["make demo", "make test"])
 def test_readme_commands_exist(command):
     target = command.split()[1]

@@ -272,7 +272,7 @@ def test_no_axis_at_all():
         (jnp.int32, "wire_dtype=int32 cannot carry a mean"),
         (jnp.uint16, "wire_dtype=uint16 cannot"),
         (jnp.float64, "wire_dtype=float64 cannot.*16 or 32 bits"),
-        (jnp.float8_e5m2, "wire_dtype=float8_e5m2 cannot"),
+        (jnp.float8_e5m2fnuz, "wire_dtype=float8_e5m2fnuz cannot"),
         ("bf16", "wire_dtype='bf16'"),
     ],
 )
