@@ -13,9 +13,6 @@ Each arm is compared with the harmonic optimum, M / sum(1 / t_i), of the times m
 """
 
 import dataclasses
-import multiprocessing
-import multiprocessing.connection
-import socket
 import statistics
 import time
 from pathlib import Path
@@ -28,6 +25,7 @@ import numpy as np
 import optax
 import tyro
 from measure import Goal
+from processes import launch
 
 import jdp
 
@@ -50,23 +48,7 @@ class Config:
 def main(config: Config) -> None:
     if config.quick:
         config = dataclasses.replace(config, microbatches=8, milliseconds=1.0, steps=2)
-    with socket.socket() as probe:  # a port that is free now, and hardly taken a moment later
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-    start = multiprocessing.get_context("spawn").Process
-    children = [start(target=work, args=(config, coordinator, i)) for i in range(2)]
-    try:
-        for child in children:
-            child.start()
-        waiting = [child.sentinel for child in children]
-        while waiting and not any(child.exitcode for child in children):
-            ended = multiprocessing.connection.wait(waiting)
-            waiting = [sentinel for sentinel in waiting if sentinel not in ended]
-        if any(child.exitcode for child in children):
-            raise SystemExit("A process failed; see its message above.")
-    finally:
-        for child in children:
-            child.kill()  # one that waits for a failed one would wait for ever
+    launch(work, config, 2)
 
 
 def work(config: Config, coordinator: str, index: int) -> None:

@@ -19,6 +19,7 @@ from jdp.mesh import AxisNames, is_whole
 from jdp.padded import is_padded
 from jdp.replica import (
     PerReplica,
+    check_rows,
     give_per_replica,
     give_reduced,
     is_gradient,
@@ -199,6 +200,7 @@ def _gather(updates: Any, state: MultiStepsState) -> MultiStepsState:
                 f"differ along {axes}. Give both the same: jdp.multi_steps(..., axis=...) and the "
                 "axis of jdp.train_step or jdp.value_and_grad."
             )
+        check_rows(total, "The sum of jdp.multi_steps")
         # a call without any weight has gradient 0, and its mean may be NaN
         new = total.value + value.astype(jnp.float32) * weight
         return PerReplica(new, axes=total.axes, mesh=total.mesh)

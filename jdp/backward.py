@@ -15,7 +15,15 @@ import optax
 from jdp import collectives
 from jdp.mesh import AxisNames, ambient_mesh, axis_size, data_axes
 from jdp.replica import is_gradient, is_reduced, take_reduced, widen
-from jdp.split import MIN_SIZE, Part, Placement, ZeroState, abstract, spec_of_user
+from jdp.split import (
+    MIN_SIZE,
+    Part,
+    Placement,
+    ZeroState,
+    abstract,
+    check_min_size,
+    spec_of_user,
+)
 
 
 def all_reduce_in_backward(
@@ -37,6 +45,8 @@ def all_reduce_in_backward(
         - Each gradient is sent once a step, summed over the replica's microbatches before, in
           float32: 2(N-1)/N of its bytes.
         - The same values as of `all_reduce` but for the order of the last addition.
+        - Parameters that a loss gathers more than once (layers scanned over twice, layers in a
+          loop) are reduced after the last use, not layer by layer.
         - With more than one microbatch the program holds the loss function twice, and scanned
           layers their gradients twice: the sums before, and what is reduced of them.
 
@@ -128,6 +138,7 @@ def all_reduce_in_order(axis: AxisNames | None = None) -> optax.GradientTransfor
 
 def _asks_for(axis: AxisNames | None, min_size: int, **how: Any) -> optax.GradientTransformation:
     """A transformation whose state asks `jdp.value_and_grad` for a reduction."""
+    check_min_size("jdp.all_reduce_in_backward", min_size)
     name = "jdp.all_reduce_in_" + ("order" if "ordered" in how else "backward")
 
     def init(params: Any) -> Any:

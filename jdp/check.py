@@ -18,6 +18,7 @@ from jdp import order
 from jdp.grad import value_and_grad
 from jdp.mesh import AxisNames, make_mesh
 from jdp.replica import map_per_replica
+from jdp.rows import agreed
 
 
 def check_against_one_device(
@@ -76,7 +77,7 @@ def check_against_one_device(
         devices=[mesh.local_devices[0]],
         axis_types=mesh.axis_types,
     )
-    params, batch, model_state = jax.device_get((params, batch, model_state))
+    params, batch, model_state = jax.device_get((agreed(params), batch, model_state))
     results = []
     for place, size in ((mesh, microbatch), (alone, microbatch if key is not None else None)):
         run = value_and_grad(loss_fn, place, axis=axis, microbatch=size)

@@ -81,10 +81,11 @@ def largest_difference(mesh: Any, spec: P, x: jax.Array) -> jax.Array:
             x = jnp.stack([x.real, x.imag])
         if jnp.issubdtype(x.dtype, jnp.floating):
             x = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
-            odd = ~jnp.isfinite(x)
-            x = jnp.where(odd, 0, x)
+            finite = jnp.isfinite(x)
+            kind = jnp.where(finite, 0, jnp.where(jnp.isnan(x), 1, jnp.where(x > 0, 2, 3)))
+            x = jnp.where(finite, x, 0)
             gap = jax.lax.pmax(x, axes) - jax.lax.pmin(x, axes)
-            gap = jnp.where(jax.lax.pmax(odd, axes) != jax.lax.pmin(odd, axes), jnp.inf, gap)
+            gap = jnp.where(jax.lax.pmax(kind, axes) != jax.lax.pmin(kind, axes), jnp.inf, gap)
         else:  # exact where float32 would not be
             unsigned = jnp.uint64 if x.dtype.itemsize == 8 else jnp.uint32
             x = x.astype(jnp.int32) if x.dtype.itemsize < 4 else x

@@ -123,6 +123,7 @@ def mean(
         Extremely Efficient Collective Communication for Giant Model Training, 2023.
     """
     send = Sending(check_wire_dtype(wire_dtype), check_block(block), key, exact_sum)
+    check_exact_sum("jdp.collectives.mean", send)
     if bucket_bytes is not None:
         check_bucket_bytes(bucket_bytes)
     leaves, treedef = jax.tree.flatten(jax.tree_util.tree_map_with_path(_check_leaf, tree))
@@ -139,6 +140,22 @@ class Sending(NamedTuple):
     block: int = BLOCK
     key: Any = None
     exact_sum: bool = True
+
+
+def check_exact_sum(name: str, send: Sending) -> None:
+    """Refuses sums in a wire dtype that cannot hold them."""
+    wire = send.wire_dtype
+    if not send.exact_sum and (wire is None or wire.itemsize != 2):
+        raise ValueError(
+            f"{name}(wire_dtype={wire if wire is None else wire.name}, exact_sum=False): only "
+            "bfloat16 and float16 can be added up as they are sent; 8 bits have scales of their "
+            "own, and 32 lose nothing that a float32 sum would keep. Leave exact_sum out."
+        )
+    if not send.exact_sum and send.key is not None:
+        raise ValueError(
+            f"{name}(exact_sum=False, key=...): a sum in the wire dtype rounds to nearest at every "
+            "addition, whatever the key. Leave one of them out."
+        )
 
 
 def means_and_sent(

@@ -36,7 +36,8 @@ class Drift(NamedTuple):
         devices: Ids of the devices whose copy differs from most others'.
         agree: Ids of the devices that have the same as most.
         difference: The largest absolute difference between two copies of an entry; inf if just one
-            of them is finite, 0 if the sign of a zero or the bits of a NaN are all that differs.
+            of them is finite or they are different infinities, 0 if the sign of a zero or the bits
+            of a NaN are all that differs.
     """
 
     path: str

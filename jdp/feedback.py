@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdp.mesh import AxisNames
 from jdp.replica import (
+    check_rows,
     is_gradient,
     is_per_replica,
     is_reduced,
@@ -205,6 +206,8 @@ def check_axis(name: str, axis: AxisNames | None) -> None:
             f"{name}(axis={axis!r}) would average over nothing. Name the axes, or leave "
             "axis out to average over all."
         )
+    if axis is not None and not isinstance(axis, str) and len(set(axis)) != len(tuple(axis)):
+        raise ValueError(f"{name}(axis={axis!r}) names one axis twice; name each once.")
 
 
 def _check_unreduced(name: str, updates: Any) -> None:
@@ -227,6 +230,8 @@ def _check_axes(name: str, axis: AxisNames | None, axes: tuple[str, ...], state:
     named = (axis,) if isinstance(axis, str) else axes if axis is None else tuple(axis)
     residuals = jax.tree.leaves(state.residual, is_leaf=is_per_replica)
     kept = residuals[0].axes if residuals else axes
+    for leaf in residuals:
+        check_rows(leaf, f"The residual of {name}")
     if wrong := next((other for other in (named, kept) if set(other) != set(axes)), None):
         raise ValueError(
             f"{name} works along the mesh axes {tuple(wrong)}, but the gradients differ along "

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jdp import collectives, tree
-from jdp.lazy import check_numbers, uses
+from jdp.lazy import check_numbers, gathered_once, uses
 from jdp.microbatch import Layout, vary
 from jdp.padded import lengthen
 from jdp.remat import refuse_gathers
@@ -74,6 +74,7 @@ class Ordered(Whole):
     def close(self, grads: Any, scale: Any) -> list[jax.Array]:
         """The mean gradient from the sums over microbatches, as it is stored."""
         axes, replicas = self._placement.axes, self._layout.replicas
+        rest = tuple(name for name in self._layout.axes if name not in axes)
 
         def scattered(grad: jax.Array, part: Part) -> jax.Array:
             dim = part.dim or 0
@@ -82,8 +83,11 @@ class Ordered(Whole):
 
         grads = [grad.astype(wide(grad)) for grad in jax.tree.leaves(grads)]
         pairs = list(zip(grads, self._placement.parts, strict=True))
-        whole = iter(tree.all_sum([grad for grad, part in pairs if part.dim is None], axes))
-        sums = [next(whole) if part.dim is None else scattered(grad, part) for grad, part in pairs]
+        split = [scattered(grad, part) for grad, part in pairs if part.dim is not None]
+        parts = iter(tree.all_sum(split, rest) if rest else split)
+        whole = [grad for grad, part in pairs if part.dim is None]
+        whole = iter(tree.all_sum(whole, self._layout.axes))
+        sums = [next(whole if part.dim is None else parts) for _, part in pairs]
         return [total * (scale / replicas) for total in sums]  # a power of two: exact
 
 
@@ -116,7 +120,7 @@ class Split:
         ]
         self._hows = [
             How(
-                placement.axes,
+                placement.axes if placement.stage else layout.axes,
                 placement.stage > 0,
                 (part.dim or 0) - leaf.ndim,
                 part,
@@ -183,11 +187,14 @@ class Split:
         Where it does so only in functions under `jax.checkpoint`, they are gathered again in the
         backward pass anyhow, and what else is kept is left as the user has it.
         """
-        program, (gathered, otherwise, bare) = self._uses(call)
+        program, (gathered, otherwise, bare, _) = self._uses(call)
         self._lazy = frozenset(gathered - otherwise)
         if self._lazy:
             nodes = functools.partial(self._nodes, sources=self._sources)
-            check_numbers(program, jax.make_jaxpr(lambda slots: call(nodes(slots)))(self.slots))
+            lazy = jax.make_jaxpr(lambda slots: call(nodes(slots)))(self.slots)
+            check_numbers(program, lazy)
+            if self.once:  # what was summed up before is added by each gather
+                self._lazy &= gathered_once(lazy, self._front())
         if self._placement.stage == 3 and self._placement.regather:
             checkpointed = bool(self._lazy) and not self._lazy & bare
             self.policy = None if checkpointed else self._regather
@@ -214,9 +221,16 @@ class Split:
             if eqn.primitive.name == "name" and eqn.params["name"].startswith(_LEAF)
         }
         starts = {var: i for var, i in starts.items() if i in early}
+        return program, uses(program.jaxpr, starts, self._front(), bare=True)
+
+    def _front(self) -> dict[int, int]:
+        """The number of dims before the one that is split, of leaves reduced where they arise."""
         dims = [part.dim for part in self._placement.parts]
-        front = {i: self._sources[i].ndim if (d := dims[i]) is None else d for i in early}
-        return program, uses(program.jaxpr, starts, front, bare=True)
+        return {
+            i: self._sources[i].ndim if (d := dims[i]) is None else d
+            for i, is_early in enumerate(self._early)
+            if is_early
+        }
 
     def add(self, grads: Any, weight: Any) -> None:
         """Sums over this replica's microbatches so far, to be reduced with the last one's gradient.

@@ -134,7 +134,7 @@ def value_and_grad(
         seen: list[Form] = []  # what tracing finds out about the loss function
         if in_backward is None:
             params, treedef = map_logical(view, params), None
-            make, specs, grad_specs = Whole, row_specs(params, axes), P(axes)
+            make, specs, grad_specs = Whole, row_specs(params, axes, mesh), P(axes)
         else:
             check_axes(in_backward, axes)
             params, treedef = as_stored(params, in_backward)

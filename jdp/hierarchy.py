@@ -17,8 +17,8 @@ from jdp.feedback import compressed
 from jdp.mesh import AxisNames
 from jdp.nodes import Nodes, means_and_sent, plan
 from jdp.quantize import BLOCK, is_narrow
-from jdp.reduce import BUCKET_BYTES, joins_leaves, on_each_device
-from jdp.replica import give_per_replica, take_per_replica, weight_of, wide, widen
+from jdp.reduce import BUCKET_BYTES, average_over, joins_leaves
+from jdp.replica import take_per_replica
 
 
 def hierarchical(
@@ -114,19 +114,11 @@ def hierarchical(
             return updates, state
         _check_found(nodes, axes)
         here = nodes._replace(join_all=joins_leaves(mesh))
-        rest = tuple(name for name in axes if name not in nodes.axes)
 
-        def average(values: Any) -> Any:
-            leaves, treedef = jax.tree.flatten(values)
-            # what goes on to be sent again stays as narrow as it came
-            dtypes = [leaf.dtype if rest else wide(leaf) for leaf in leaves]
-            pairs = zip(means_and_sent(leaves, here)[0], dtypes, strict=True)
-            return treedef.unflatten([mean.astype(dtype) for mean, dtype in pairs])
+        def means_of(leaves: list[jax.Array]) -> list[jax.Array]:
+            return means_and_sent(leaves, here)[0]
 
-        reduced = on_each_device(average, mesh, axes, rest)(values)
-        if not rest:
-            return widen(reduced), state
-        return give_per_replica(reduced, weight_of(updates), rest, mesh), state
+        return average_over(nodes.axes, means_of, updates, values, axes, mesh), state
 
     return optax.GradientTransformation(init, update)
 

@@ -5,6 +5,7 @@ names. Out: the leaves that are used there and nowhere else. Programs are read, 
 """
 
 import collections
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,14 +17,20 @@ CHECKPOINT = ("checkpoint", "remat2", "remat")
 
 
 def uses(
-    jaxpr: Any, leaves: dict[Any, int], front: dict[int, int], *, bare: bool
-) -> tuple[set[int], set[int], set[int]]:
-    """Leaves that are gathered by the loss, used otherwise, gathered outside of `jax.checkpoint`.
+    jaxpr: Any,
+    leaves: dict[Any, int],
+    front: dict[int, int],
+    *,
+    bare: bool,
+    gathers: Callable[[Any], bool] = lambda eqn: named(eqn, GATHER),
+) -> tuple[set[int], ...]:
+    """Leaves that are gathered, used otherwise, gathered outside `jax.checkpoint`, or repeatedly.
 
-    `front` counts the dims before the one that is split: so many scans may take one away.
+    Repeatedly is in several places, or by a loop that does not scan over them. `front` counts the
+    dims before the one that is split: so many scans may take one away.
     """
-    found: tuple[set[int], set[int], set[int]] = set(), set(), set()
-    gathered, otherwise, outside = found
+    found: tuple[set[int], ...] = set(), set(), set(), set()
+    gathered, otherwise, outside, again = found
     for eqn in jaxpr.eqns:
         places = [
             (place, leaves[v])
@@ -32,7 +39,8 @@ def uses(
         ]
         if not places:
             continue
-        if named(eqn, GATHER):
+        if gathers(eqn):
+            again.update(gathered & {places[0][1]})
             gathered.add(places[0][1])
             if bare:
                 outside.add(places[0][1])
@@ -44,11 +52,24 @@ def uses(
                 continue
             inner = {body.invars[place]: leaf}
             still = bare and eqn.primitive.name not in CHECKPOINT
-            inside = uses(body, inner, front | {leaf: left}, bare=still)
+            inside = uses(body, inner, front | {leaf: left}, bare=still, gathers=gathers)
+            looped = eqn.primitive.name == "scan" and left == front[leaf]
+            again.update(inside[0] if looped else inside[0] & gathered)
             for mine, theirs in zip(found, inside, strict=True):
                 mine.update(theirs)
     otherwise.update(leaves[v] for v in jaxpr.outvars if not is_literal(v) and v in leaves)
     return found
+
+
+def gathered_once(program: Any, front: dict[int, int]) -> set[int]:
+    """Of the slots that a (closed) program takes, those that one gather takes, one time.
+
+    Seen is the program with parts, since a gradient within the loss may gather them once more.
+    """
+    starts = {var: i for i, var in enumerate(program.jaxpr.invars) if i in front}
+    gathers = lambda eqn: eqn.primitive.name.startswith("custom_vjp_call")  # noqa: E731
+    gathered, otherwise, _, again = uses(program.jaxpr, starts, front, bare=True, gathers=gathers)
+    return gathered - otherwise - again
 
 
 def check_numbers(whole: Any, lazy: Any) -> None:

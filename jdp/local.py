@@ -33,7 +33,7 @@ from jdp.local_state import (
 from jdp.local_step import Plan, agree, inner_step, own_gradients
 from jdp.mesh import AxisNames, data_axes
 from jdp.reduce import all_reduce
-from jdp.replica import map_per_replica, widen
+from jdp.replica import is_per_replica, map_per_replica, widen
 from jdp.rows import agreed, rows_like, spread
 from jdp.zero import Applying
 
@@ -75,6 +75,8 @@ def local_sgd(
     | inf or NaN in one replica | reaches all when they agree; `jdp.skip_nonfinite` in `inner` \
 skips that replica's step, around `outer` the whole agreement |
     | a replica without examples of any weight | its gradient is 0; it is averaged like the others |
+    | `reduce` with error feedback, and `start` | what it still holds at `start` is dropped |
+    | an optimizer with parameters of its own (`schedule_free`) | its copies are not averaged |
     | the run ends between agreements | `jdp.agreed` averages what there is |
     | another number of devices | `jdp.restage` gives each the mean |
     | parameters narrower than float32 | averaged in float32, rounded once |
@@ -209,7 +211,8 @@ def _local_steps(plan: Plan) -> optax.GradientTransformationExtraArgs:
         )
     if plan.every == 1:
         outer = () if plan.name == "jdp.local_sgd" else (optax.scale(-1.0), plan.outer)
-        return optax.with_extra_args_support(optax.chain(plan.reduce, plan.inner, *outer))
+        others = () if plan.axis is None else (_over_others(plan.axis),)
+        return optax.with_extra_args_support(optax.chain(*others, plan.reduce, plan.inner, *outer))
     support = optax.with_extra_args_support
     plan = plan._replace(inner=support(plan.inner), outer=plan.outer and support(plan.outer))
 
@@ -230,6 +233,23 @@ def _local_steps(plan: Plan) -> optax.GradientTransformationExtraArgs:
     return Applying(functools.partial(_init, plan), update, apply)
 
 
+def _over_others(axis: AxisNames) -> optax.GradientTransformation:
+    """Averages over the axes that are not named, so that `reduce` meets what it does with H > 1."""
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        leaves = jax.tree.leaves(updates, is_leaf=is_per_replica)
+        rest = tuple(x for x in leaves[0].axes if x not in names) if leaves else ()
+        return (all_reduce(rest).update(updates, state)[0] if rest else updates), state
+
+    def init(params: Any) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    return optax.GradientTransformation(init, update)
+
+
 def _init(plan: Plan, params: Any) -> LocalState:
     params = agreed(params)
     mesh = mesh_of(params, plan.name)
@@ -240,7 +260,7 @@ def _init(plan: Plan, params: Any) -> LocalState:
     owners = deal_out(like, plan.fragments, plan.name)
     parts = [choose(like, owners, p) for p in range(plan.fragments)]
     outer_states = () if plan.outer is None else tuple(map(plan.outer.init, parts))
-    check_inside(plan.name, "outer", outer_states)
+    check_inside(plan.name, "outer", outer_states, plan.fragments)
     return LocalState(
         calls=jnp.zeros((), jnp.int32),
         inner_state=spread(inner_state, mesh, axes),

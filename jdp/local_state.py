@@ -124,13 +124,19 @@ _OWN_STATES = (
 )
 
 
-def check_inside(name: str, what: str, opt_state: Any) -> None:
+def check_inside(name: str, what: str, opt_state: Any, fragments: int = 1) -> None:
     """Refuses transformations that would be wrong, or meaningless, on one replica alone."""
     for node in find_nodes(opt_state, _OWN_STATES):
         if isinstance(node, PerReplica):
             raise ValueError(reduction_inside(name, what))
         if isinstance(node, ZeroState):
             if what == "outer" and node.placement.stage == 1:
+                if fragments > 1:
+                    raise ValueError(
+                        f"{name} got fragments={fragments} with jdp.zero1 in `outer`: a stage "
+                        "places the state of all parameters, and a fragment's outer optimizer sees "
+                        "but its own. Use fragments=1, or leave jdp.zero1 out."
+                    )
                 continue
             raise ValueError(
                 f"{name}: {node.placement.name} stands in `{what}`. Replicas that step apart share "

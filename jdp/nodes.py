@@ -179,7 +179,7 @@ def _whole(buffer: _Buffer, leaves: Sequence[jax.Array], count: int) -> jax.Arra
     if not buffer.joined:
         return leaves[buffer.leaves[0]]
     flat = jnp.concatenate([leaves[i].ravel() for i in buffer.leaves])
-    return jnp.pad(flat, (0, -flat.size % count))
+    return jnp.pad(flat, (0, -flat.size % count if flat.size else count))
 
 
 def _take_apart(buffer: _Buffer, leaves: Sequence[jax.Array], wholes: Sequence[jax.Array]) -> Any:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp.loss import WEIGHT
+from jdp.mesh import is_whole
 
 _END = object()
 _STRUCTURE = "(structure)"
@@ -48,7 +49,7 @@ def plan_rows(
         )
     part = f"{len(mine)} of the " if len(mine) < num_replicas else ""
     whole = f"{part}{num_replicas} replicas along {where}"
-    if room is not None and (shares is None or room != int(room) or room < max(shares, default=0)):
+    if room is not None and (shares is None or not is_whole(room) or room < max(shares, default=0)):
         raise ValueError(
             f"jdp.feed got room={room!r} for shares={shares}; it is the number of microbatches "
             f"that the part of each replica has room for, at least the largest share, and has no "

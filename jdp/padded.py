@@ -119,24 +119,35 @@ def logical(tree: Any) -> Any:
         >>> jdp.logical({"w": jdp.Padded(jnp.arange(8.0), dim=0, length=3)})["w"]
         Array([0., 1., 2.], dtype=float32)
     """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_padded)
+    return turn_nodes(tree, is_padded, view, _whole, on_host=np.asarray)
+
+
+def turn_nodes(
+    tree: Any,
+    is_node: Callable[[Any], bool],
+    fn: Callable[[Any], jax.Array],
+    place: Callable[[Any], Any],
+    on_host: Callable[[Any], Any],
+) -> Any:
+    """Turns nodes of a tree (shapes, arrays, NumPy arrays) into what `fn` makes of each."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_node)
     waiting = []
     for i, leaf in enumerate(leaves):
-        if not is_padded(leaf):
+        if not is_node(leaf):
             continue
         if isinstance(leaf.value, jax.ShapeDtypeStruct):
-            leaves[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            leaves[i] = jax.eval_shape(fn, leaf)
         elif isinstance(leaf.value, jax.Array):
             waiting.append(i)
         else:
-            leaves[i] = np.asarray(leaf)
-    arrays = [leaves[i] for i in waiting]
-    for i, array in zip(waiting, in_one_program(view, arrays, _whole), strict=True):
+            leaves[i] = on_host(leaf)
+    nodes = [leaves[i] for i in waiting]
+    for i, array in zip(waiting, _in_one_program(fn, nodes, place), strict=True):
         leaves[i] = array
     return treedef.unflatten(leaves)
 
 
-def in_one_program(
+def _in_one_program(
     fn: Callable[[Any], jax.Array], nodes: list[Any], place: Callable[[Any], Any]
 ) -> list[jax.Array]:
     """Applies `fn` to each array, in one program for each set of devices that they lie on.
@@ -147,10 +158,10 @@ def in_one_program(
     results: list[Any] = [None] * len(nodes)
     together: dict[Any, list[int]] = {}
     for i, node in enumerate(nodes):
-        if isinstance(stored_array(node), Tracer):
+        if isinstance(node.value, Tracer):
             results[i] = fn(node)
         else:
-            together.setdefault(frozenset(node.sharding.device_set), []).append(i)
+            together.setdefault(frozenset(node.value.sharding.device_set), []).append(i)
     for indices in together.values():
         some = [nodes[i] for i in indices]
         program = jax.jit(_map, static_argnums=0, out_shardings=[*map(place, some)])
@@ -165,10 +176,12 @@ def _map(fn: Callable[[Any], jax.Array], nodes: list[Any]) -> list[jax.Array]:
 
 def _whole(leaf: Padded) -> NamedSharding | None:
     """Where the logical array of a stored one lies: whole in the dim that was padded."""
-    if not isinstance(leaf.sharding, NamedSharding):
+    if not isinstance(leaf.value.sharding, NamedSharding):
         return None
-    spec = tuple(leaf.sharding.spec)
-    return NamedSharding(leaf.sharding.mesh, P(*spec[: leaf.dim], None, *spec[leaf.dim + 1 :]))
+    spec = tuple(leaf.value.sharding.spec)
+    return NamedSharding(
+        leaf.value.sharding.mesh, P(*spec[: leaf.dim], None, *spec[leaf.dim + 1 :])
+    )
 
 
 def view(leaf: Any) -> Any:

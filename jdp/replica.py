@@ -230,12 +230,25 @@ def take_per_replica(updates: Any, caller: str) -> tuple[Any, tuple[str, ...], A
                 f"others that differ along {leaves[0][1].axes}: one reduction serves one set of "
                 "axes. Take all gradients with one jdp.value_and_grad."
             )
+        check_rows(leaf, where)
     if not leaves:
         return updates, (), None  # type: ignore[return-value]
     first = leaves[0][1]
     # the name lets the step builder see that nothing touched the value on its way here
     values = map_per_replica(lambda leaf: checkpoint_name(leaf.value, TAKEN), updates)
     return values, first.axes, first.mesh
+
+
+def check_rows(leaf: PerReplica, where: str, count: int | None = None) -> None:
+    """Refuses a value that has not one row for each replica: `shard_map` would drop the others."""
+    count = leaf.num_replicas if count is None else count
+    if (rows := jnp.shape(leaf.value)[0]) != count:
+        raise ValueError(
+            f"{where} holds values of {rows} replicas, but there are {count} along {leaf.axes}: "
+            "rows would be dropped or counted twice, silently. A state that was saved on another "
+            "number of devices is taken over by jdp.restage(saved, jdp.init_state(params, tx, "
+            "mesh))."
+        )
 
 
 def wide(x: Any) -> Any:

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp.mesh import AnyMesh
+from jdp.mesh import AnyMesh, axis_size
 from jdp.microbatch import vary
-from jdp.padded import in_one_program
-from jdp.replica import PerReplica, is_per_replica, map_per_replica, wide
+from jdp.padded import turn_nodes
+from jdp.replica import PerReplica, check_rows, is_per_replica, map_per_replica, wide
 
 
 def agreed(tree: Any) -> Any:
@@ -40,25 +40,12 @@ def agreed(tree: Any) -> Any:
         >>> jdp.agreed({"w": rows})["w"]
         Array(3.5, dtype=float32)
     """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_per_replica)
-    waiting = []
-    for i, leaf in enumerate(leaves):
-        if not is_per_replica(leaf):
-            continue
-        if isinstance(leaf.value, jax.ShapeDtypeStruct):
-            leaves[i] = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-        elif isinstance(leaf.value, jax.Array):
-            waiting.append(i)
-        else:
-            leaves[i] = _mean(jnp.asarray(leaf.value))
-    arrays = [leaves[i].value for i in waiting]
-    for i, array in zip(waiting, in_one_program(_mean, arrays, _behind_rows), strict=True):
-        leaves[i] = array
-    return treedef.unflatten(leaves)
+    return turn_nodes(tree, is_per_replica, _mean, _behind_rows, on_host=_mean)
 
 
-def _mean(rows: jax.Array) -> jax.Array:
+def _mean(node: PerReplica) -> jax.Array:
     """The mean of floating-point rows; of keys the first; of other numbers the largest."""
+    rows = jnp.asarray(node.value)
     if jnp.issubdtype(rows.dtype, jax.dtypes.extended):
         return rows[0]
     if not jnp.issubdtype(rows.dtype, jnp.inexact):
@@ -66,15 +53,15 @@ def _mean(rows: jax.Array) -> jax.Array:
     return jnp.mean(rows.astype(wide(rows)), axis=0).astype(rows.dtype)
 
 
-def _behind_rows(x: jax.Array) -> NamedSharding | None:
+def _behind_rows(node: PerReplica) -> NamedSharding | None:
     """Where one of the rows lies, by what splits its own dims."""
-    place = x.sharding
-    return (
-        NamedSharding(place.mesh, P(*place.spec[1:])) if isinstance(place, NamedSharding) else None
-    )
+    place = node.value.sharding
+    if not isinstance(place, NamedSharding):
+        return None
+    return NamedSharding(place.mesh, P(*place.spec[1:]))
 
 
-def row_specs(params: Any, axes: tuple[str, ...]) -> Any:
+def row_specs(params: Any, axes: tuple[str, ...], mesh: AnyMesh) -> Any:
     """How parameters, and a scalar, go to the replicas; `None` if replicas share all of them.
 
     Raises:
@@ -88,6 +75,7 @@ def row_specs(params: Any, axes: tuple[str, ...]) -> Any:
                 f"along {axes}: there would be parameters without examples. Give jdp.local_sgd or "
                 "jdp.diloco the axis of jdp.train_step or jdp.value_and_grad."
             )
+        check_rows(leaf, "A parameter", axis_size(mesh, leaf.axes))
     if not any(map(is_per_replica, leaves)):
         return None
     return map_per_replica(lambda x: P(x.axes) if is_per_replica(x) else P(), params), P()

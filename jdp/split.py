@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp.mesh import DATA_AXES, AnyMesh, ambient_mesh, axis_size
+from jdp.mesh import DATA_AXES, AnyMesh, ambient_mesh, axis_size, is_whole
 from jdp.padded import Padded, is_padded, lengthen, put, stored_array
 from jdp.replica import find_nodes
 
@@ -344,6 +344,15 @@ def find_placement(opt_state: Any) -> Placement | None:
             "the whole state: put it outermost, around optax.partition or optax.masked too."
         )
     return found[0].placement
+
+
+def check_min_size(name: str, min_size: Any) -> None:
+    """Refuses what is no number of elements."""
+    if not is_whole(min_size) or min_size < 0:
+        raise ValueError(
+            f"{name}(min_size={min_size!r}) must be a whole number of elements; arrays of fewer "
+            "are left alone, and 0 takes all."
+        )
 
 
 def check_count(leaves: Any, placement: Placement) -> None:

@@ -18,6 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp.accumulate import MultiStepsState
+from jdp.feedback import CompressedState
+from jdp.finite import LossScaleState
 from jdp.local_state import check_outermost as check_local_outermost
 from jdp.local_state import spread_params
 from jdp.loss import check_params
@@ -333,6 +335,15 @@ def check_outermost(opt_state: Any) -> None:
     And around local steps, see `jdp.local_state`.
     """
     check_local_outermost(opt_state)
+    found = find_nodes(opt_state, (LossScaleState, CompressedState))
+    outside = [node for node in found if isinstance(node, CompressedState)]
+    if len(found) > len(outside) and any(jax.tree.leaves(node.residual) for node in outside):
+        raise ValueError(
+            "jdp.dynamic_loss_scale stands behind a compressor with error feedback, whose "
+            "residuals are then in units of a scale that changes: what waits would be sent too "
+            "large or too small. Put it around: "
+            "jdp.dynamic_loss_scale(optax.chain(jdp.top_k(), ...))."
+        )
     outermost = isinstance(opt_state, MultiStepsState)
     if find_nodes(opt_state.inner_state if outermost else opt_state, MultiStepsState):
         raise ValueError(

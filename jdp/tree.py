@@ -46,8 +46,8 @@ def all_sum(tree: Any, axis_name: AxisNames) -> Any:
     """
     leaves, treedef = jax.tree.flatten(tree)
     count = 2 ** _levels(axis_name)
-    if count == 1 or not leaves:
-        return jax.lax.psum(tree, axis_name)  # of one device: nothing but a mark
+    if count == 1 or not any(leaf.size for leaf in leaves):
+        return jax.lax.psum(tree, axis_name)  # of one device, or nothing: nothing but a mark
     flat = jnp.concatenate([leaf.ravel() for leaf in leaves])
     part = scatter_sum(jnp.pad(flat, (0, -flat.size % count)), axis_name)
     whole, start, sums = collectives.join(part, axis_name), 0, []

@@ -166,6 +166,12 @@ def whole(slot: jax.Array, source: jax.Array, before: Any, how: How) -> jax.Arra
     if not how.gathers:
         return checkpoint_name(source, READ)
     dim = source.ndim + how.dim
+    if dim < 0 or source.shape[dim] * jax.lax.axis_size(how.axes) != how.part.stored:
+        raise ValueError(
+            f"jdp.gather_params was given a part of shape {source.shape} whose split dim, of "
+            f"{how.part.size}, is gone or is another: only jax.lax.scan over leading dims may take "
+            "a parameter apart before it is gathered. Under jax.vmap, gather it outside."
+        )
     join = functools.partial(collectives.join, axis_name=how.axes, dim=dim, to="varying")
     return _cut(on_user_axes(join, how.spec(source.ndim))(source), how.part.size, dim)
 

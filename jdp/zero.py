@@ -30,7 +30,6 @@ from jdp.mesh import (
     ambient_mesh,
     axis_size,
     data_axes,
-    is_whole,
     memory_of_a_device,
 )
 from jdp.padded import is_padded, map_logical, view
@@ -50,6 +49,7 @@ from jdp.split import (
     Placement,
     ZeroState,
     abstract,
+    check_min_size,
     choose_part,
     find_placement,
     spec_of_user,
@@ -288,11 +288,7 @@ def _check_arguments(inner: Any, stage: _Stage) -> None:
             "out to split over all data axes."
         )
     collectives.check_wire_dtype(stage.wire_dtype)
-    if not is_whole(stage.min_size) or stage.min_size < 0:
-        raise ValueError(
-            f"{name}(min_size={stage.min_size!r}) must be a whole number of "
-            "elements; arrays of fewer stay whole on every device, and 0 splits all."
-        )
+    check_min_size(name, stage.min_size)
 
 
 class Applying(optax.GradientTransformationExtraArgs):

@@ -187,3 +187,56 @@ def test_bad_input():
     both = optax.chain(jdp.all_reduce_in_backward(), jdp.zero1(INNER))
     with pytest.raises(ValueError, match="and another ZeRO stage"):
         jdp.init_state(PARAMS, both, mesh)
+
+
+def nested(lw, x, layers):
+    """Each layer applied twice, in a loop inside of the scan."""
+    twice = lambda x, layer: (jax.lax.scan(lambda x, _: lw(x, layer), x, None, length=2)[0], None)  # noqa: E731
+    return jax.lax.scan(twice, x, layers)[0]
+
+
+def penalised(lw, x, layers):
+    return x + 0.1 * jax.grad(lambda x: jnp.sum(jax.lax.scan(lw, x, layers)[0] ** 2))(x)
+
+
+REPEATED = {
+    "two scans": lambda lw, x, layers: jax.lax.scan(lw, jax.lax.scan(lw, x, layers)[0], layers)[0],
+    "recurrent depth": lambda lw, x, layers: jax.lax.scan(
+        lambda x, _: (jax.lax.scan(lw, x, layers)[0], None), x, None, length=2
+    )[0],
+    "nested": nested,
+    "gradient in the loss": penalised,
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_what_was_summed_up_before_is_added_once(name):
+    """However often a parameter is gathered; by the plain reduction, which knows no gathers."""
+
+    def repeated(params, batch):
+        body = lambda x, layer: (x + jnp.tanh(x @ layer["w"] + layer["b"]) / 4, None)  # noqa: E731
+        x = REPEATED[name](jdp.layerwise(body), batch["x"], params["layers"])
+        return jnp.mean((x @ params["out"] - batch["x"]) ** 2)
+
+    tx = optax.chain(jdp.all_reduce_in_backward(min_size=0), optax.sgd(1.0))
+    plain = optax.chain(jdp.all_reduce(), optax.sgd(1.0))
+    got, want = (
+        sharded.run(each, repeated, mesh_of(), [BATCH], params=PARAMS, microbatch=2)[0].params
+        for each in (tx, plain)
+    )
+    assert_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(jdp.all_reduce_in_backward("device", min_size=0), INNER),
+        optax.chain(jdp.all_reduce_in_order("device"), INNER),
+        jdp.zero2(INNER, "device", reduce="in order", min_size=0),
+        jdp.zero2(INNER, "device", reduce="backward", min_size=0),
+    ],
+)
+def test_part_of_the_data_axes(tx):
+    mesh = jdp.make_mesh(("node", "device"), (2, 4))
+    state, _ = sharded.run(tx, loss_fn, mesh, [BATCH] * 2, params=PARAMS, microbatch=2)
+    assert_close(jdp.logical(state.params), wanted(False)[0], 1e-5)

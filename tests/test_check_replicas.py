@@ -98,6 +98,8 @@ def test_bools_and_keys_and_scalars():
         ((3.0, -2.0), 5),
         ((1.0, np.nan), np.inf),
         ((np.inf, 1.0), np.inf),
+        ((np.inf, -np.inf), np.inf),
+        ((np.inf, np.nan), np.inf),
         (tuple(np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)), 0),
     ],
 )

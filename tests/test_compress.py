@@ -547,3 +547,31 @@ def test_memory_that_would_not_be_finite_stays():
     _, state = tx.update(per_replica(mesh, values), state)
     np.testing.assert_array_equal(state.memory["warm"], 4)
     assert int(state.memory["count"]) == 2
+
+
+def test_a_loss_scale_behind_error_feedback_is_refused():
+    """Residuals would be in units of a scale that changes."""
+    tx = optax.chain(jdp.top_k(0.1), jdp.dynamic_loss_scale(optax.sgd(1.0)))
+    with pytest.raises(ValueError, match=r"behind a compressor with error feedback.*Put it around"):
+        jdp.init_state(PARAMS, tx, mesh_of())
+    around = jdp.dynamic_loss_scale(optax.chain(jdp.top_k(0.1), optax.sgd(1.0)))
+    assert jdp.init_state(PARAMS, around, mesh_of()).opt_state is not None
+
+
+def test_rows_of_another_number_of_devices_are_refused():
+    """Arrays of eight replicas in the structure of a state of four: a device would take one row."""
+    tx, mesh = optax.chain(jdp.top_k(0.1), optax.sgd(1.0)), mesh_of(4)
+    saved = jax.tree.map(np.asarray, jdp.init_state(PARAMS, tx, mesh_of()))
+    like = jdp.init_state(PARAMS, tx, mesh)
+    mixed = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(saved))
+    with pytest.raises(ValueError, match=r"holds values of 8 replicas, but there are 4.*restage"):
+        jdp.train_step(linear, tx, mesh)(mixed, batch_of(0))
+    grads = {"w": jdp.PerReplica(jnp.ones((8, 3)), axes=("data",), mesh=mesh)}
+    with pytest.raises(ValueError, match=r"gradient \['w'\] holds values of 8 replicas"):
+        jdp.all_reduce().update(grads, optax.EmptyState())
+
+
+@pytest.mark.parametrize("make", [jdp.all_reduce, jdp.top_k])
+def test_an_axis_named_twice_is_refused(make):
+    with pytest.raises(ValueError, match="names one axis twice"):
+        make(axis=("data", "data"))

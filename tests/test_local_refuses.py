@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from reference import mlp
@@ -133,3 +134,33 @@ def test_gradients_differ_along_the_axes_of_the_steps():
 def test_init_needs_a_mesh():
     with pytest.raises(ValueError, match=r"jdp.diloco keeps parameters for each replica.*the mesh"):
         jdp.diloco(ADAM, OUTER, 3).init(PARAMS)
+
+
+def test_a_stage_that_splits_all_of_the_outer_state_has_no_fragments():
+    outer = jdp.zero1(optax.sgd(0.7))
+    tx = jdp.diloco(optax.sgd(0.1), outer, every=4, fragments=2)
+    params = {"a": jnp.ones(600), "b": jnp.ones(600)}
+    with pytest.raises(ValueError, match=r"fragments=2 with jdp.zero1 in `outer`"):
+        jdp.init_state(params, tx, jdp.make_mesh())
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_nodes_agree_by_a_reduction_over_their_axis(every):
+    """Also with every=1, where gradients are what is reduced."""
+    mesh = jdp.make_mesh(("node", "device"), (2, 4))
+    reduce = jdp.top_k(1.0, axis="node")
+    tx = jdp.local_sgd(optax.sgd(1.0), every, axis="node", reduce=reduce)
+    step = jdp.train_step(lambda params, x: jnp.mean(x @ params["w"]), tx, mesh)
+    state = jdp.init_state({"w": jnp.zeros(3)}, tx, mesh)
+    x = np.arange(48, dtype=np.float32).reshape(16, 3) / 8
+    for _ in range(every):
+        state, _ = step(state, x)
+    np.testing.assert_allclose(jdp.agreed(state.params)["w"], -every * x.mean(0), rtol=1e-6)
+
+
+def test_a_check_of_the_loss_takes_the_agreed_parameters():
+    loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)  # noqa: E731
+    mesh = jdp.make_mesh()
+    rows = np.arange(24, dtype=np.float32).reshape(8, 3)
+    params = {"w": jdp.PerReplica(jnp.asarray(rows), axes=("data",), mesh=mesh)}
+    assert jdp.check_against_one_device(loss_fn, params, np.eye(16, 3, dtype="f4"), mesh) < 1e-4

@@ -547,3 +547,10 @@ def test_feedback_without_a_mesh():
     tx = jdp.all_reduce(wire_dtype=jnp.int8, error_feedback=True)
     with pytest.raises(ValueError, match=r"jdp\.all_reduce keeps a value for each replica"):
         tx.init({"w": jnp.zeros(3)})
+
+
+@pytest.mark.parametrize("wire", [jnp.int8, jnp.float8_e4m3fn, None])
+def test_sums_in_the_wire_dtype_need_one_of_16_bits(wire):
+    """In int8 the sum of rounded halves would be 0."""
+    with pytest.raises(ValueError, match=r"exact_sum=False\): only bfloat16 and float16"):
+        jdp.collectives.mean(jnp.ones(4), "data", wire_dtype=wire, exact_sum=False)
