@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 
+pytestmark = pytest.mark.either
+
 PARAMS, LOSS, MASKED, BATCH = reference.mlp()
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 CASES = [(1, "auto"), (2, "explicit"), (4, "auto"), (8, "auto"), (8, "explicit")]

@@ -23,6 +23,8 @@ from jax.sharding import AxisType
 
 import jdp
 
+pytestmark = pytest.mark.either
+
 GROUPS = 8
 KINDS = (AxisType.Auto, AxisType.Explicit)
 CHEAP = {

@@ -14,6 +14,8 @@ from reference import assert_close
 
 import jdp
 
+pytestmark = pytest.mark.either
+
 LAYERS, WIDTH = 6, 32
 _random = np.random.default_rng(4)
 _normal = lambda *shape: (_random.normal(size=shape) / shape[-1] ** 0.5).astype(np.float32)  # noqa: E731

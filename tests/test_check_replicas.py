@@ -18,6 +18,8 @@ import jdp
 from jdp import checksum
 from jdp.drift import DriftError, check_replicas
 
+pytestmark = pytest.mark.either
+
 
 @functools.cache
 def mesh_of(shape=(8,), names=("data",), kind="auto"):

@@ -22,6 +22,8 @@ import reductions  # of benchmarks, which `programs` has made known
 from jdp.compress import entries, one_of_each_strip
 from jdp.feedback import compressed
 
+pytestmark = pytest.mark.either
+
 SHAPES = {"w": (12, 5), "b": (7,), "s": ()}
 
 

@@ -16,6 +16,8 @@ from jax.sharding import AxisType
 import jdp
 from jdp.split import find_placement
 
+pytestmark = pytest.mark.either
+
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 

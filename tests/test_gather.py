@@ -14,6 +14,8 @@ from sharded import STAGES, mesh_of
 
 import jdp
 
+pytestmark = pytest.mark.either
+
 LAYERS, WIDTH, ROWS = 12, 16, 24  # eight devices divide the width, not the layers
 _random = np.random.default_rng(1)
 _normal = lambda *shape: (_random.normal(size=shape) / shape[-1] ** 0.5).astype(np.float32)  # noqa: E731

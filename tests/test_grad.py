@@ -17,6 +17,8 @@ from reference import assert_close, assert_same_copies, gradient, masked, mean_g
 
 import jdp
 
+pytestmark = pytest.mark.either
+
 PARAMS, LOSS, MASKED, BATCH = mlp()
 W = {"w": jnp.arange(1.0, 9.0) / 8}
 ROWS = {

@@ -22,6 +22,8 @@ from jdp import nodes
 from jdp.hierarchy import hierarchical
 from jdp.replica import is_per_replica
 
+pytestmark = pytest.mark.either
+
 NODES = ("node", "device")
 SHAPES = [(2, 4), (4, 2), (1, 8), (8, 1)]
 # what four devices divide and are sent alone, what they do not, and small ones

@@ -15,6 +15,8 @@ from reference import assert_close
 import jdp
 from jdp import tree
 
+pytestmark = pytest.mark.either
+
 _random = np.random.default_rng(8)
 _normal = lambda *shape: (_random.normal(size=shape) / shape[0] ** 0.5).astype(np.float32)  # noqa: E731
 WIDTH, ROWS = 32, 48

@@ -20,6 +20,8 @@ from topologies import devices
 import jdp
 from jdp.dataflow import bodies
 
+pytestmark = pytest.mark.either
+
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 PARAMS, LOSS, MASKED, BATCH = mlp()
 ADAM = optax.adam(1e-2)

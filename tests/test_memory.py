@@ -19,6 +19,8 @@ from jdp.live import Buffer, main_memory, peak
 from jdp.memory import kind_of, memory, memory_of
 from jdp.offload import offload
 
+pytestmark = pytest.mark.either
+
 WIDTH, LAYERS, ROWS = 64, 4, 24  # a replica's 24 rows are no dim of a parameter
 PARAMS = 4 * LAYERS * WIDTH * WIDTH
 

@@ -16,6 +16,8 @@ from programs import collectives
 import jdp
 from jdp.noise import find_noise_scale, gradient_noise_scale, per_replica_norms
 
+pytestmark = pytest.mark.either
+
 
 @functools.cache
 def mesh_of(count=8, kind="auto"):

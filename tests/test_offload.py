@@ -16,6 +16,8 @@ from reference import assert_close, assert_same_copies
 import jdp
 from jdp.offload import offload
 
+pytestmark = pytest.mark.either
+
 WIDTH = 64
 
 

@@ -19,6 +19,8 @@ from reference import assert_close, assert_same_copies, gradient, mean_gradient
 
 import jdp
 
+pytestmark = pytest.mark.either
+
 PARAMS = {"w": jnp.arange(1.0, 5.0) / 4}
 X = np.random.default_rng(4).normal(size=(64, 4)).astype(np.float32)
 Y = np.random.default_rng(5).normal(size=64).astype(np.float32) * np.linspace(0, 4, 64)

@@ -16,6 +16,8 @@ from sharded import STAGES, mesh_of, nbytes
 
 import jdp
 
+pytestmark = pytest.mark.either
+
 SPLITS = ["1", "2", "3"]
 _random = np.random.default_rng(3)
 _normal = lambda *shape: _random.normal(size=shape).astype(np.float32)  # noqa: E731

@@ -17,6 +17,8 @@ from programs import collectives, lowered_collectives, sent_bytes
 import jdp
 from jdp.power import _orth
 
+pytestmark = pytest.mark.either
+
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 RANK = 2
 # two matrices of one shape, a wide one and a convolution's; what is not compressed besides

@@ -17,6 +17,8 @@ from jdp.finite import find_loss_scale
 from jdp.precision import check_master
 from jdp.replica import take_per_replica
 
+pytestmark = pytest.mark.either
+
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 CASES = [(1, "auto"), (2, "explicit"), (4, "auto"), (8, "auto"), (8, "explicit")]

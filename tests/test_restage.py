@@ -14,6 +14,8 @@ from jax.sharding import AxisType
 import jdp
 from jdp import padded
 
+pytestmark = pytest.mark.either
+
 PARAMS, LOSS, _, BATCH = reference.mlp()
 # 11 x 5 and 13 are divided by no number of devices tried
 PARAMS = PARAMS | {"odd": jnp.arange(55.0).reshape(11, 5) / 55, "bias": jnp.ones(13)}

@@ -22,6 +22,8 @@ import jdp
 from jdp.collectives import Sending, means_and_sent
 from jdp.quantize import codec_of, decode, encode, sign_codec
 
+pytestmark = pytest.mark.either
+
 EIGHT = ("int8", "float8_e4m3fn", "float8_e5m2")
 NARROW = ("bfloat16", "float16", *EIGHT)
 TOP = {"float16": 2.0**14, "float8_e4m3fn": 2.0**7, "float8_e5m2": 2.0**14}

@@ -17,6 +17,8 @@ from sharded import BATCH, BATCHES, INNER, KEY, PARAMS, STAGES, mesh_of
 
 import jdp
 
+pytestmark = pytest.mark.either
+
 SPLITS = ["1", "2 step", "2", "3"]
 TOLERANCE = 3e-6  # relative to a leaf's largest entry, after three steps in another order
 

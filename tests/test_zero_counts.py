@@ -17,6 +17,8 @@ from sharded import STAGES, mesh_of, nbytes
 
 import jdp
 
+pytestmark = pytest.mark.either
+
 _random = np.random.default_rng(2)
 _normal = lambda *shape: (_random.normal(size=shape) / shape[0] ** 0.5).astype(np.float32)  # noqa: E731
 PARAMS = {
