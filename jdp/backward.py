@@ -98,7 +98,8 @@ def all_reduce_in_order(axis: AxisNames | None = None) -> optax.GradientTransfor
         - In programs for one device XLA makes x * (1 / y) of x / y where y is broadcast, as in the
           gradient of `jax.nn.softmax`, and rounds once more. A softmax that is written
           `e * (1 / jnp.sum(e, -1, keepdims=True))` had the same bits on one device as well. The
-          optimizer is fused otherwise there, too: plain SGD had the same bits, Adam had not.
+          optimizer is compiled there with other fused multiply-adds, too: plain SGD had the same
+          bits, Adam had not.
         - Each of N devices sends 2(N-1)/N of the gradient's bytes, after the last microbatch, in
           log2(N) + 1 collectives, none of them combined or hidden.
 

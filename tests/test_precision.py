@@ -683,5 +683,5 @@ def test_a_policy():
     assert (full.params, full.compute, full.wire) == (F32, F32, None)
     state = full.optimizer(optax.sgd(1.0)).init({"w": jnp.ones(2)})
     assert not isinstance(state, jdp.MasterWeightsState)
-    with pytest.raises(ValueError, match=r"wire_dtype=int8 cannot carry a mean"):
-        jdp.Precision(wire=jnp.int8)
+    with pytest.raises(ValueError, match=r"wire_dtype=int32 cannot carry a mean"):
+        jdp.Precision(wire=jnp.int32)
