@@ -175,7 +175,9 @@ def means_and_sent(
         cast = [leaves[i].astype(wires[i]) for i in wide]
         found.update(zip(wide, zip(jax.lax.pmean(cast, axis_name), cast, strict=True), strict=True))
         wide = []
-    for bucket in _buckets(wide, leaves, wires, bucket_bytes):
+    large = [i for i in wide if leaves[i].size * jnp.dtype(wires[i]).itemsize > _ALONE]
+    small = [i for i in wide if i not in large]
+    for bucket in [*([i] for i in large), *_buckets(small, leaves, wires, bucket_bytes)]:
         average = functools.partial(_wide_mean, wire=wires[bucket[0]], axis_name=axis_name)
         found.update(_in_one_buffer(bucket, leaves, average))
     limit = bucket_bytes if bucket_bytes is not None else 25 * 2**20
@@ -206,6 +208,11 @@ def _check_leaf(path: Any, leaf: Any) -> jax.Array:
             "values would be cut to that dtype. Cast it to float32, or sum with jax.lax.psum."
         )
     return leaf
+
+
+# Bytes above which a leaf is not joined with others: joined by XLA:CPU in a step, four leaves of up
+# to 16 MB cost 194 ms where alone they took 18, and the wire gains nothing from larger buffers.
+_ALONE = 2**20
 
 
 def _buckets(
