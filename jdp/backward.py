@@ -13,7 +13,7 @@ import jax
 import optax
 
 from jdp import collectives
-from jdp.mesh import AxisNames, ambient_mesh, axis_size, data_axes
+from jdp.mesh import AxisNames, data_axes, found_mesh
 from jdp.replica import is_gradient, is_reduced, take_reduced, widen
 from jdp.split import (
     MIN_SIZE,
@@ -143,13 +143,7 @@ def _asks_for(axis: AxisNames | None, min_size: int, **how: Any) -> optax.Gradie
     name = "jdp.all_reduce_in_" + ("order" if "ordered" in how else "backward")
 
     def init(params: Any) -> Any:
-        mesh = ambient_mesh(params)
-        if mesh is None:
-            raise ValueError(
-                f"{name} must know the mesh, but the parameters lie on none. Use jdp.init_state, "
-                "place the parameters with jdp.replicate(params, mesh) first, or call init within "
-                "`with jax.set_mesh(mesh):`."
-            )
+        mesh = found_mesh(params, f"{name} must know the mesh")
         axes = data_axes(mesh, axis)
         leaves = jax.tree_util.tree_flatten_with_path(params)[0]
         specs = [spec_of_user(path, leaf, axes) for path, leaf in leaves]
@@ -160,7 +154,7 @@ def _asks_for(axis: AxisNames | None, min_size: int, **how: Any) -> optax.Gradie
             paths=tuple(jax.tree_util.keystr(path) for path, _ in leaves),
             shapes=tuple(tuple(leaf.shape) for _, leaf in leaves),
             parts=tuple(Part(None, 0, 0, spec) for spec in specs),
-            min_size=min_size if axis_size(mesh, axes) > 1 else 2**62,
+            min_size=min_size,
             in_backward=True,
             **how,
         )

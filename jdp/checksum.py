@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jdp.mesh import names_in
 from jdp.microbatch import vary
 
 
@@ -72,7 +73,7 @@ def largest_difference(mesh: Any, spec: P, x: jax.Array) -> jax.Array:
     Returns:
         Scalar, float32 (float64 of a float64 array).
     """
-    split = {name for entry in spec for name in _names(entry)}
+    split = {name for entry in spec for name in names_in(entry)}
     axes = tuple(name for name in mesh.axis_names if name not in split)
 
     def local(x: jax.Array) -> jax.Array:
@@ -95,8 +96,3 @@ def largest_difference(mesh: Any, spec: P, x: jax.Array) -> jax.Array:
 
     out = P(mesh.axis_names)
     return jnp.max(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=out)(x))
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return tuple(name for name in names if isinstance(name, str))

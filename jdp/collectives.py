@@ -15,15 +15,18 @@ otherwise widen it to float32 first, and no backend computes on the bits while t
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jdp.flat import buckets, join_leaves, take_apart
 from jdp.mesh import AxisNames, is_whole
 from jdp.quantize import BLOCK, Codec, check_block, check_wire_dtype, codec_of, is_narrow
 
+BUCKET_BYTES = 25 * 2**20  # what PyTorch DDP has used since 2020
 _BITS = {2: jnp.uint16, 1: jnp.uint8}
 _LANES = 128  # of a TPU: an all-gather of rows that do not fill them becomes an all-reduce there
 
@@ -159,12 +162,17 @@ def check_exact_sum(name: str, send: Sending) -> None:
 
 
 def means_and_sent(
-    leaves: list[jax.Array], axis_name: AxisNames, send: Sending, bucket_bytes: int | None = None
+    leaves: list[jax.Array],
+    axis_name: AxisNames,
+    send: Sending,
+    bucket_bytes: int | None = None,
+    alone_above: float = math.inf,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Means of leaves, and what this device's values count as in them.
 
     The mean over devices of the latter is the former: a device answers for the rounding of its own
-    values, and for that of the mean in the part that it has added up.
+    values, and for that of the mean in the part that it has added up. Leaves of 32 bits and more
+    than `alone_above` bytes are not joined with others.
     """
     wires = [send.wire_dtype or leaf.dtype for leaf in leaves]
     narrow = [i for i, wire in enumerate(wires) if is_narrow(wire)]
@@ -175,13 +183,14 @@ def means_and_sent(
         cast = [leaves[i].astype(wires[i]) for i in wide]
         found.update(zip(wide, zip(jax.lax.pmean(cast, axis_name), cast, strict=True), strict=True))
         wide = []
-    large = [i for i in wide if leaves[i].size * jnp.dtype(wires[i]).itemsize > _ALONE]
-    small = [i for i in wide if i not in large]
-    for bucket in [*([i] for i in large), *_buckets(small, leaves, wires, bucket_bytes)]:
+    sizes = [leaf.size * jnp.dtype(wire).itemsize for leaf, wire in zip(leaves, wires, strict=True)]
+    large = [i for i in wide if sizes[i] > alone_above]
+    small = {i: wires[i] for i in wide if i not in large}
+    for bucket in [*([i] for i in large), *buckets(small, sizes, bucket_bytes)]:
         average = functools.partial(_wide_mean, wire=wires[bucket[0]], axis_name=axis_name)
         found.update(_in_one_buffer(bucket, leaves, average))
-    limit = bucket_bytes if bucket_bytes is not None else 25 * 2**20
-    for number, bucket in enumerate(_buckets(narrow, leaves, wires, limit)):
+    limit = bucket_bytes if bucket_bytes is not None else BUCKET_BYTES
+    for number, bucket in enumerate(buckets({i: wires[i] for i in narrow}, sizes, limit)):
         key = None if send.key is None else jax.random.fold_in(send.key, number)
         one = send._replace(wire_dtype=jnp.dtype(wires[bucket[0]]), key=key)
         average = functools.partial(_narrow_mean, axis_name=axis_name, send=one)
@@ -210,40 +219,13 @@ def _check_leaf(path: Any, leaf: Any) -> jax.Array:
     return leaf
 
 
-# Bytes above which a leaf is not joined with others: joined by XLA:CPU in a step, four leaves of up
-# to 16 MB cost 194 ms where alone they took 18, and the wire gains nothing from larger buffers.
-_ALONE = 2**20
-
-
-def _buckets(
-    indices: Sequence[int], leaves: Sequence[jax.Array], wires: Sequence[Any], limit: int | None
-) -> list[list[int]]:
-    """Groups leaves of one wire dtype, in order, up to the limit."""
-    buckets: list[list[int]] = []
-    open_buckets: dict[Any, tuple[list[int], int]] = {}
-    for i in indices:
-        size = leaves[i].size * jnp.dtype(wires[i]).itemsize
-        bucket, filled = open_buckets.get(wires[i], ([], 0))
-        if not bucket or filled + size > (limit or 0):
-            bucket, filled = [], 0
-            buckets.append(bucket)
-        bucket.append(i)
-        open_buckets[wires[i]] = (bucket, filled + size)
-    return buckets
-
-
 def _in_one_buffer(
     bucket: Sequence[int], leaves: Sequence[jax.Array], average: Any
 ) -> dict[int, tuple[jax.Array, jax.Array]]:
     """Mean and sent of the leaves of one bucket, which travel as one flat buffer."""
-    parts = [leaves[i].ravel() for i in bucket]
-    flat, sent = average(jnp.concatenate(parts) if len(parts) > 1 else parts[0])
-    found, start = {}, 0
-    for i in bucket:
-        shape, end = leaves[i].shape, start + leaves[i].size
-        found[i] = flat[start:end].reshape(shape), sent[start:end].reshape(shape)
-        start = end
-    return found
+    some = [leaves[i] for i in bucket]
+    means, sent = (take_apart(row, some) for row in average(join_leaves(some)))
+    return dict(zip(bucket, zip(means, sent, strict=True), strict=True))
 
 
 def _wide_mean(flat: jax.Array, axis_name: AxisNames, wire: Any) -> tuple[jax.Array, jax.Array]:

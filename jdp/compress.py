@@ -19,6 +19,7 @@ import optax
 
 from jdp.collectives import coded_mean
 from jdp.feedback import compressed
+from jdp.flat import join_leaves, take_apart
 from jdp.mesh import AxisNames
 from jdp.quantize import check_block, sign_codec
 
@@ -156,9 +157,7 @@ def random_k(
             x[place] if error_feedback else x[place] * length
             for x, (place, length) in zip(flat, drawn, strict=True)
         ]
-        total = jax.lax.pmean(jnp.concatenate(chosen), axes)
-        ends = np.cumsum([x.size for x in chosen])
-        means = jnp.split(total, ends[:-1])
+        means = take_apart(jax.lax.pmean(join_leaves(chosen), axes), chosen)
         means, sent = (
             [put_at(x, place, kept) for x, (place, _), kept in zip(flat, drawn, part, strict=True)]
             for part in (means, chosen)
@@ -230,10 +229,9 @@ def sign(
     codec = sign_codec(check_block(block))
 
     def exchange(values: list[jax.Array], memory: Any, axes: tuple[str, ...]) -> Any:
-        flat = jnp.concatenate([value.ravel() for value in values])
-        ends = np.cumsum([value.size for value in values])
-        mean, sent = (jnp.split(x, ends[:-1]) for x in coded_mean(flat, axes, codec))
-        return _shaped(mean, values), _shaped(sent, values), memory
+        pair = coded_mean(join_leaves(values), axes, codec)
+        mean, sent = (take_apart(row, values) for row in pair)
+        return mean, sent, memory
 
     return compressed("jdp.sign", exchange, axis=axis, error_feedback=error_feedback)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jdp.mesh import AxisNames
+from jdp.mesh import AxisNames, names_of
 from jdp.replica import (
     check_rows,
     is_gradient,
@@ -206,7 +206,7 @@ def check_axis(name: str, axis: AxisNames | None) -> None:
             f"{name}(axis={axis!r}) would average over nothing. Name the axes, or leave "
             "axis out to average over all."
         )
-    if axis is not None and not isinstance(axis, str) and len(set(axis)) != len(tuple(axis)):
+    if axis is not None and len(set(names_of(axis))) != len(names_of(axis)):
         raise ValueError(f"{name}(axis={axis!r}) names one axis twice; name each once.")
 
 
@@ -227,7 +227,7 @@ def _check_axes(name: str, axis: AxisNames | None, axes: tuple[str, ...], state:
             f"{name} was given a state that it did not make, a {type(state).__name__}. Make one "
             "with jdp.init_state(params, tx, mesh) for this tx."
         )
-    named = (axis,) if isinstance(axis, str) else axes if axis is None else tuple(axis)
+    named = axes if axis is None else names_of(axis)
     residuals = jax.tree.leaves(state.residual, is_leaf=is_per_replica)
     kept = residuals[0].axes if residuals else axes
     for leaf in residuals:

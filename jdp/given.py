@@ -65,9 +65,7 @@ class Ordered(Whole):
         treedef: Any,
         placement: Placement,
         layout: Layout,
-        compute_dtype: Any,
     ) -> None:
-        del compute_dtype  # the loss function casts by itself
         super().__init__(treedef.unflatten(stored), layout)
         self._placement, self._layout = placement, layout
 
@@ -115,7 +113,8 @@ class Split:
         self._unit: Any = None
         self._sources = vary(stored, layout.axes)
         self._early = [
-            part.dim is not None or (placement.stage == 0 and leaf.size >= placement.min_size)
+            part.dim is not None
+            or (placement.stage == 0 and placement.count > 1 and leaf.size >= placement.min_size)
             for leaf, part in zip(stored, placement.parts, strict=True)
         ]
         self._hows = [

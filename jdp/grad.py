@@ -141,11 +141,11 @@ def value_and_grad(
             grad_specs = [part.over(in_backward.axes) for part in in_backward.parts]
             specs = (grad_specs if in_backward.stage == 3 else P()), P()
             compute_dtype = getattr(loss_fn, "compute_dtype", None)
+            gathering = functools.partial(Split, compute_dtype=compute_dtype)
             make = functools.partial(
-                Ordered if in_backward.ordered else Split,
+                Ordered if in_backward.ordered else gathering,
                 treedef=treedef,
                 placement=in_backward,
-                compute_dtype=compute_dtype,
             )
         run = on_replicas(
             functools.partial(_local, loss_fn, layout, policy, make, seen),

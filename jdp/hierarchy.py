@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import optax
 
+from jdp import collectives
 from jdp.feedback import compressed
 from jdp.mesh import AxisNames
 from jdp.nodes import Nodes, means_and_sent, plan
 from jdp.quantize import BLOCK, is_narrow
-from jdp.reduce import BUCKET_BYTES, average_over, joins_leaves
+from jdp.reduce import average_over, joins_leaves
 from jdp.replica import take_per_replica
 
 
@@ -29,7 +30,7 @@ def hierarchical(
     across_wire_dtype: Any = None,
     block: int = BLOCK,
     error_feedback: bool = False,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int = collectives.BUCKET_BYTES,
 ) -> optax.GradientTransformation:
     """Averages per-replica gradients over nodes of D devices each, sending little across nodes.
 

@@ -30,8 +30,8 @@ from jdp.local_state import (
     check_transformation,
     mesh_of,
 )
-from jdp.local_step import Plan, agree, inner_step, own_gradients
-from jdp.mesh import AxisNames, data_axes
+from jdp.local_step import Plan, agree, inner_step, over_others, own_gradients
+from jdp.mesh import AxisNames, data_axes, names_of
 from jdp.reduce import all_reduce
 from jdp.replica import is_per_replica, map_per_replica, widen
 from jdp.rows import agreed, rows_like, spread
@@ -235,13 +235,12 @@ def _local_steps(plan: Plan) -> optax.GradientTransformationExtraArgs:
 
 def _over_others(axis: AxisNames) -> optax.GradientTransformation:
     """Averages over the axes that are not named, so that `reduce` meets what it does with H > 1."""
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         leaves = jax.tree.leaves(updates, is_leaf=is_per_replica)
-        rest = tuple(x for x in leaves[0].axes if x not in names) if leaves else ()
-        return (all_reduce(rest).update(updates, state)[0] if rest else updates), state
+        given = leaves[0].axes if leaves else ()
+        return over_others(updates, given, names_of(axis)), state
 
     def init(params: Any) -> optax.EmptyState:
         del params

@@ -12,7 +12,7 @@ import jax
 
 from jdp.accumulate import MultiStepsState
 from jdp.finite import LossScaleState
-from jdp.mesh import AnyMesh, ambient_mesh, is_whole
+from jdp.mesh import AnyMesh, found_mesh, is_whole
 from jdp.precision import MasterWeightsState
 from jdp.replica import PerReplica, find_nodes, is_per_replica
 from jdp.rows import spread
@@ -67,14 +67,8 @@ def spread_params(params: Any, opt_state: Any) -> Any:
 
 def mesh_of(params: Any, name: str) -> AnyMesh:
     """The mesh that parameters lie on, or the one set."""
-    mesh = ambient_mesh(params)
-    if mesh is None:
-        raise ValueError(
-            f"{name} keeps parameters for each replica, so its init must know the mesh, but the "
-            "parameters lie on none. Use jdp.init_state, place the parameters with "
-            "jdp.replicate(params, mesh) first, or call init within `with jax.set_mesh(mesh):`."
-        )
-    return mesh
+    does = f"{name} keeps parameters for each replica, so its init must know the mesh"
+    return found_mesh(params, does)
 
 
 def check_numbers(name: str, every: Any, start: Any, fragments: Any) -> None:

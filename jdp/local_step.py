@@ -72,10 +72,13 @@ def _along(plan: Plan, updates: Any, axes: tuple[str, ...]) -> tuple[Any, AnyMes
             f"along {given}, not along {missing[0]!r}. Give {plan.name} and jdp.train_step (or "
             "jdp.value_and_grad) axes that fit, and put no reduction before it."
         )
+    return over_others(updates, given, axes), mesh
+
+
+def over_others(updates: Any, given: tuple[str, ...], axes: tuple[str, ...]) -> Any:
+    """Gradients that differ along `given`, averaged over all of it but `axes`."""
     rest = tuple(name for name in given if name not in axes)
-    if rest:
-        updates, _ = all_reduce(rest).update(updates, optax.EmptyState())
-    return updates, mesh
+    return all_reduce(rest).update(updates, optax.EmptyState())[0] if rest else updates
 
 
 def inner_step(

@@ -65,6 +65,17 @@ def is_whole(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
+def names_of(axis: AxisNames) -> tuple[str, ...]:
+    """The axes that an `axis` argument names, one or several."""
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def names_in(entry: Any) -> tuple[str, ...]:
+    """The axes in one entry of a PartitionSpec; none of `None` and UNCONSTRAINED."""
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return tuple(name for name in names if isinstance(name, str))
+
+
 def make_mesh(
     axis_names: AxisNames = ("data",),
     shape: Sequence[int] | None = None,
@@ -97,7 +108,7 @@ def make_mesh(
         >>> jdp.make_mesh(("data", "model"), (4, 2)).axis_names
         ('data', 'model')
     """
-    names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    names = names_of(axis_names)
     if len(set(names)) != len(names):
         raise ValueError(f"jdp.make_mesh got the axis names {names}; each must be another one.")
     chosen = _choose_devices(devices, num_devices)
@@ -197,7 +208,7 @@ def data_axes(mesh: AnyMesh, axis: AxisNames | None = None) -> tuple[str, ...]:
     if axis is None:
         axes = tuple(name for name in mesh.axis_names if name in DATA_AXES)
     else:
-        axes = (axis,) if isinstance(axis, str) else tuple(axis)
+        axes = names_of(axis)
     if len(set(axes)) != len(axes):
         raise ValueError(f"The axes {axes} name one axis twice; name each data axis once.")
     missing = [name for name in axes if name not in mesh.axis_names]
@@ -279,6 +290,22 @@ def ambient_mesh(tree: Any) -> AnyMesh | None:
             return sharding.mesh
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh is None or mesh.empty else mesh
+
+
+def found_mesh(params: Any, does: str) -> AnyMesh:
+    """The mesh of the parameters, or the one set; `does` says who needs it, and for what.
+
+    Raises:
+        ValueError: If there is no mesh to be found.
+    """
+    mesh = ambient_mesh(params)
+    if mesh is None:
+        raise ValueError(
+            f"{does}, but the parameters lie on none. Use jdp.init_state, place the parameters "
+            "with jdp.replicate(params, mesh) first, or call init within "
+            "`with jax.set_mesh(mesh):`."
+        )
+    return mesh
 
 
 def memory_of_a_device(mesh: AnyMesh) -> int | None:

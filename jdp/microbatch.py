@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdp.dataflow import run_checked, uneven_exchange
 from jdp.loss import check_divides, count_rows
-from jdp.mesh import axis_size
+from jdp.mesh import axis_size, names_in
 from jdp.replica import wide
 from jdp.tree import all_sum
 
@@ -115,12 +115,8 @@ def on_replicas(
 def _gathered(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> Any:
     """A parameter whose Explicit type says that data axes split it, gathered from them."""
     spec = jax.typeof(x).sharding.spec
-    left = P(*[None if set(_names(entry)) & set(axes) else entry for entry in spec])
+    left = P(*[None if set(names_in(entry)) & set(axes) else entry for entry in spec])
     return x if left == spec else jax.sharding.reshard(x, NamedSharding(mesh, left))
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _check_lockstep(program: Any, axes: tuple[str, ...]) -> None:

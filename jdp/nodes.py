@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from jdp import collectives
-from jdp.mesh import AxisNames
+from jdp.flat import buckets, join_leaves, take_apart
+from jdp.mesh import AxisNames, names_of
 from jdp.quantize import BLOCK, check_block, check_wire_dtype, codec_of, is_narrow
 
-BUCKET_BYTES = 25 * 2**20  # as of `jdp.all_reduce`
 JOINED_BELOW = 2**14  # elements: at 64 KB three collectives of one leaf cost more than a copy
 
 
@@ -32,7 +32,7 @@ def mean(
     wire_dtype: Any = None,
     across_wire_dtype: Any = None,
     block: int = BLOCK,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int = collectives.BUCKET_BYTES,
     join_all: bool = False,
 ) -> Any:
     """Averages a tree over the devices of all nodes: a per-device function for any `shard_map`.
@@ -92,7 +92,7 @@ def plan(
     bucket_bytes: int,
 ) -> Nodes:
     """Checks the arguments, once and for all."""
-    inside, outside = _names(within), _names(across)
+    inside, outside = names_of(within), names_of(across)
     both = (*inside, *outside)
     if not inside or not outside or len(set(both)) < len(both):
         raise ValueError(
@@ -108,10 +108,6 @@ def plan(
         collectives.Sending(check_wire_dtype(across_wire_dtype) or wire, block),
         collectives.check_bucket_bytes(bucket_bytes),
     )
-
-
-def _names(axis: AxisNames) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def means_and_sent(
@@ -156,21 +152,17 @@ class _Buffer(NamedTuple):
 def _buffers(leaves: Sequence[jax.Array], count: int, nodes: Nodes) -> list[_Buffer]:
     """Large leaves alone, along a dim that `count` divides; the others joined, in order."""
     alone: list[_Buffer] = []
-    joined: list[list[int]] = []
-    last: dict[Any, tuple[list[int], int]] = {}  # of each dtype, the buffer still to be filled
+    others: dict[int, Any] = {}
     for i, leaf in enumerate(leaves):
         dims = [dim for dim, size in enumerate(leaf.shape) if size and size % count == 0]
         narrow = is_narrow(nodes.inside.wire_dtype or leaf.dtype)
         if dims and leaf.size >= JOINED_BELOW and not nodes.join_all and not narrow:
             alone.append(_Buffer((i,), dims[0], False, leaf.dtype))
-            continue
-        size = leaf.size * leaf.dtype.itemsize
-        buffer, filled = last.get(leaf.dtype, ([], 0))
-        if not buffer or filled + size > nodes.bucket_bytes:
-            buffer, filled = [], 0
-            joined.append(buffer)
-        buffer.append(i)
-        last[leaf.dtype] = buffer, filled + size
+        else:
+            others[i] = leaf.dtype
+    joined = buckets(
+        others, [leaf.size * leaf.dtype.itemsize for leaf in leaves], nodes.bucket_bytes
+    )
     return [*alone, *(_Buffer(tuple(each), 0, True, leaves[each[0]].dtype) for each in joined)]
 
 
@@ -178,7 +170,7 @@ def _whole(buffer: _Buffer, leaves: Sequence[jax.Array], count: int) -> jax.Arra
     """The buffer's contents."""
     if not buffer.joined:
         return leaves[buffer.leaves[0]]
-    flat = jnp.concatenate([leaves[i].ravel() for i in buffer.leaves])
+    flat = join_leaves([leaves[i] for i in buffer.leaves])
     return jnp.pad(flat, (0, -flat.size % count if flat.size else count))
 
 
@@ -186,12 +178,9 @@ def _take_apart(buffer: _Buffer, leaves: Sequence[jax.Array], wholes: Sequence[j
     """For each leaf of a buffer its number, and what it is in each of the whole arrays."""
     if not buffer.joined:
         return [(buffer.leaves[0], wholes)]
-    found, start = [], 0
-    for i in buffer.leaves:
-        end, shape = start + leaves[i].size, leaves[i].shape
-        found.append((i, [whole[start:end].reshape(shape) for whole in wholes]))
-        start = end
-    return found
+    some = [leaves[i] for i in buffer.leaves]
+    rows = zip(*(take_apart(whole, some) for whole in wholes), strict=True)
+    return list(zip(buffer.leaves, rows, strict=True))
 
 
 def _scatter(whole: jax.Array, buffer: _Buffer, nodes: Nodes) -> jax.Array:

@@ -24,6 +24,7 @@ import optax
 
 from jdp import collectives
 from jdp.feedback import compressed
+from jdp.flat import take_apart
 from jdp.mesh import AxisNames, is_whole
 
 MIN_RATE = 2.0  # of the authors' code and of PyTorch's: below it the extra passes do not pay
@@ -194,14 +195,12 @@ def _plan(
 
 def _first_factors(groups: list[_Group], seed: int) -> list[jax.Array]:
     """A random Q of each group, [matrices, n, r]; one draw for all, as each would be compiled."""
-    shapes = [(len(group.leaves), group.n, group.rank) for group in groups]
-    flat = jax.random.normal(jax.random.key(seed), (sum(map(math.prod, shapes)),), jnp.float32)
-    factors, start = [], 0
-    for shape in shapes:
-        end = start + math.prod(shape)
-        factors.append(flat[start:end].reshape(shape))
-        start = end
-    return factors
+    like = [
+        jax.ShapeDtypeStruct((len(group.leaves), group.n, group.rank), jnp.float32)
+        for group in groups
+    ]
+    row = jax.random.normal(jax.random.key(seed), (sum(x.size for x in like),), jnp.float32)
+    return take_apart(row, like)
 
 
 def _both_halves(

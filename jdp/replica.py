@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp.mesh import AnyMesh, AxisNames, ambient_mesh, axis_size, data_axes
+from jdp.mesh import AnyMesh, AxisNames, axis_size, data_axes, found_mesh
 from jdp.padded import Padded
 
 UNREDUCED = "jdp: gradient that differs by replica"
@@ -289,13 +289,8 @@ def zeros_per_replica(params: Any, caller: str, axis: AxisNames | None = None) -
     Raises:
         ValueError: If there is no mesh to be found.
     """
-    mesh = ambient_mesh(params)
-    if mesh is None:
-        raise ValueError(
-            f"{caller} keeps a value for each replica, so its init must know the mesh, but the "
-            "parameters lie on none. Use jdp.init_state, place the parameters with "
-            "jdp.replicate(params, mesh) first, or call init within `with jax.set_mesh(mesh):`."
-        )
+    does = f"{caller} keeps a value for each replica, so its init must know the mesh"
+    mesh = found_mesh(params, does)
     axes = data_axes(mesh, axis)
     count = axis_size(mesh, axes)
     explicit = any(

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp.mesh import DATA_AXES, AnyMesh, ambient_mesh, axis_size, is_whole
+from jdp.mesh import DATA_AXES, AnyMesh, ambient_mesh, axis_size, is_whole, names_in
 from jdp.padded import Padded, is_padded, lengthen, put, stored_array
 from jdp.replica import find_nodes
 
@@ -177,7 +177,7 @@ def without(spec: Any, axes: tuple[str, ...]) -> tuple[Any, ...]:
     """A spec with `axes` taken out."""
 
     def one(entry: Any) -> Any:
-        rest = tuple(name for name in _names(entry) if name not in axes)
+        rest = tuple(name for name in names_in(entry) if name not in axes)
         return (rest[0] if len(rest) == 1 else rest) if rest else None
 
     return tuple(one(entry) for entry in spec)
@@ -197,15 +197,10 @@ def on_user_axes(fn: Callable[[jax.Array], jax.Array], spec: tuple[Any, ...]) ->
     Left to the compiler, a reduce-scatter or all-gather over the data axes would first gather the
     array over the user's.
     """
-    names = {name for entry in spec for name in _names(entry)}
+    names = {name for entry in spec for name in names_in(entry)}
     if not names:
         return fn
     return jax.shard_map(fn, in_specs=P(*spec), out_specs=P(*spec), axis_names=names)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return tuple(name for name in names if isinstance(name, str))
 
 
 def store(x: Any, part: Part) -> Any:
@@ -291,7 +286,7 @@ def explicit_part(sharding: NamedSharding) -> NamedSharding:
     types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
 
     def one(entry: Any) -> Any:
-        return tuple(n for n in _names(entry) if types[n] == AxisType.Explicit) or None
+        return tuple(n for n in names_in(entry) if types[n] == AxisType.Explicit) or None
 
     return NamedSharding(sharding.mesh, P(*[one(entry) for entry in sharding.spec]))
 

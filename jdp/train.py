@@ -10,7 +10,7 @@ the devices until they are read.
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +110,13 @@ def train_step(
         new = TrainState(state.step + 1, params, opt_state, state.key, model_state)
         return jax.tree.map(_strong, new), {"loss": loss, **_by_name(aux)}
 
-    return TrainStep(step, mesh, donate=donate, options=known_options(options, mesh))
+    def on(mesh: Mesh, **changes: Any) -> TrainStep:
+        same = {"axis": axis, "microbatch": microbatch, "remat": remat, "donate": donate}
+        chosen = {"compiler_options": compiler_options, **same, **changes}
+        return train_step(loss_fn, tx, mesh, **chosen)
+
+    known = known_options(options, mesh)
+    return TrainStep(step, mesh, donate=donate, options=known, recipe=Recipe(loss_fn, tx, on))
 
 
 def _strong(x: jax.Array) -> jax.Array:
@@ -147,8 +153,28 @@ def _check_kept(old: Any, new: Any) -> None:
             )
 
 
+class Recipe(NamedTuple):
+    """What a step was built from.
+
+    Attributes:
+        loss_fn: The loss function.
+        tx: The transformation.
+        on: `on(mesh, **changes)` builds the step anew, for another mesh or with other arguments of
+            `jdp.train_step`.
+    """
+
+    loss_fn: Callable[..., Any]
+    tx: optax.GradientTransformation
+    on: Callable[..., "TrainStep"]
+
+
 class TrainStep:
-    """A compiled training step, see `jdp.train_step`."""
+    """A compiled training step, see `jdp.train_step`.
+
+    Attributes:
+        mesh: Its mesh.
+        recipe: What it was built from.
+    """
 
     def __init__(
         self,
@@ -157,8 +183,10 @@ class TrainStep:
         *,
         donate: bool,
         options: Mapping[str, Any],
+        recipe: Recipe,
     ) -> None:
         self.mesh = mesh
+        self.recipe = recipe
         self._donate = (0,) if donate else ()
         self._options = dict(options) or None
         self._step = step

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp import collectives
+from jdp.flat import join_leaves, take_apart
 from jdp.mesh import AxisNames
 
 
@@ -48,13 +49,9 @@ def all_sum(tree: Any, axis_name: AxisNames) -> Any:
     count = 2 ** _levels(axis_name)
     if count == 1 or not any(leaf.size for leaf in leaves):
         return jax.lax.psum(tree, axis_name)  # of one device, or nothing: nothing but a mark
-    flat = jnp.concatenate([leaf.ravel() for leaf in leaves])
+    flat = join_leaves(leaves)
     part = scatter_sum(jnp.pad(flat, (0, -flat.size % count)), axis_name)
-    whole, start, sums = collectives.join(part, axis_name), 0, []
-    for leaf in leaves:
-        sums.append(whole[start : start + leaf.size].reshape(leaf.shape))
-        start += leaf.size
-    return treedef.unflatten(sums)
+    return treedef.unflatten(take_apart(collectives.join(part, axis_name), leaves))
 
 
 def scatter_sum(x: jax.Array, axis_name: AxisNames, *, dim: int = 0) -> jax.Array:

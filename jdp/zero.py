@@ -27,9 +27,9 @@ from jdp import collectives
 from jdp.mesh import (
     AnyMesh,
     AxisNames,
-    ambient_mesh,
     axis_size,
     data_axes,
+    found_mesh,
     memory_of_a_device,
 )
 from jdp.padded import is_padded, map_logical, view
@@ -311,13 +311,7 @@ class Applying(optax.GradientTransformationExtraArgs):
 def _plan(params: Any, stage: _Stage) -> tuple[Placement, AnyMesh]:
     """Decides where everything lies."""
     name = f"jdp.zero{stage.number}"
-    mesh = ambient_mesh(params)
-    if mesh is None:
-        raise ValueError(
-            f"{name} splits its state over a mesh, but the parameters lie on none. Use "
-            "jdp.init_state, place the parameters with jdp.replicate(params, mesh) first, or call "
-            "init within `with jax.set_mesh(mesh):`."
-        )
+    mesh = found_mesh(params, f"{name} splits its state over a mesh")
     axes = data_axes(mesh, stage.axis)
     count = axis_size(mesh, axes)
     leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)[0]

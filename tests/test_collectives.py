@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.collectives import _buckets
+from jdp.flat import buckets
 
 MESH = jdp.make_mesh()
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # relative, to nearest
@@ -257,15 +257,14 @@ def test_dtypes_are_not_mixed_in_a_buffer():
     limit=st.integers(1, 200),
 )
 def test_buckets_are_a_partition_within_the_limit(sizes, wires, limit):
-    leaves = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
     dtypes = [jnp.dtype(wire) for wire in wires[: len(sizes)]]
-    buckets = _buckets(range(len(sizes)), leaves, dtypes, limit)
-    assert sorted(i for bucket in buckets for i in bucket) == list(range(len(sizes)))
-    for bucket in buckets:
+    num_bytes = [size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
+    chosen = buckets(dict(enumerate(dtypes)), num_bytes, limit)
+    assert sorted(i for bucket in chosen for i in bucket) == list(range(len(sizes)))
+    for bucket in chosen:
         assert bucket == sorted(bucket)
         assert len({dtypes[i] for i in bucket}) == 1
-        size = sum(sizes[i] * dtypes[i].itemsize for i in bucket)
-        assert len(bucket) == 1 or size <= limit
+        assert len(bucket) == 1 or sum(num_bytes[i] for i in bucket) <= limit
 
 
 @settings(max_examples=10, deadline=None)

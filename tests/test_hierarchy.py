@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 
 import cluster
 import jax
@@ -14,7 +13,7 @@ import reference
 import sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import collectives, sent_bytes
+from programs import collectives, crosses, sent_bytes
 from topologies import devices
 
 import jdp
@@ -63,24 +62,6 @@ def reduced(tx, grads):
 def programs_of(tx, grads):
     run = jax.jit(lambda grads: tx.update(grads, tx.init(None))[0])
     return collectives(run.lower(grads).compile().as_text())
-
-
-def crosses(collective, per_node):
-    """Whether a group of a collective has devices of two nodes; all ways XLA writes groups."""
-    text = re.search(r"replica_groups=(\S+( \{[^}]*\})?)", collective.line).group(1)
-    if text.startswith("mesh"):
-        return "'node'" in text.split("]")[1]
-    if "<=" in text:
-        sizes, whole, order = re.match(
-            r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text
-        ).groups()
-        numbers = lambda digits: [int(d) for d in digits.split(",")]  # noqa: E731
-        ids = np.arange(math.prod(numbers(whole))).reshape(numbers(whole))
-        groups = (ids.transpose(numbers(order)) if order else ids).reshape(numbers(sizes)).tolist()
-    else:
-        groups = [list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text)]
-    assert groups, text
-    return any(len({device // per_node for device in group}) > 1 for group in groups)
 
 
 @pytest.mark.parametrize("kind", sharded.KINDS)

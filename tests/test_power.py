@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import pytest
 import reference
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import collectives, lowered_collectives, sent_bytes
+from programs import collectives, crosses, lowered_collectives, sent_bytes
 
 import jdp
 from jdp.power import _orth
@@ -417,6 +416,16 @@ def test_collectives_for_the_whole_tree(single, count):
     assert kinds == [("all-reduce", "f32")] * count
 
 
+@pytest.mark.parametrize(("single", "count"), [(False, 2), (True, 1)])
+def test_a_large_leaf_that_is_not_compressed_rides_along(single, count):
+    """1.2 MB in one row, which has no rank."""
+    shapes = {"w": (64, 64), "row": (300_000,)}
+    tx = jdp.power_sgd(2, single=single)
+    grads = given({name: rows(shape) for name, shape in shapes.items()})
+    text = jax.jit(tx.update).lower(grads, start(tx, shapes)).as_text()
+    assert lowered_collectives(text) == [("all-reduce", "f32")] * count
+
+
 def test_products_are_of_float32_on_every_backend():
     """The default of TPU and GPU would round what goes into a matmul to 8 or 11 bits."""
     for rank in (RANK, 12):
@@ -589,27 +598,10 @@ def test_only_what_crosses_nodes_is_compressed(kind):
     assert residual.axes == ("node",)
     assert residual.shape == (2, *SHAPES["wide"])
     found = compiled(tx, loss_fn, initial(), batches(1)[0], mesh)
-    crossing = [c for c in found if spans_nodes(c.line)]
+    crossing = [c for c in found if crosses(c, 4)]
     whole = 4 * sum(math.prod(shape) for shape in SHAPES.values())
     assert 8 < sum(c.bytes for c in crossing) < 0.6 * whole
     assert sum(c.bytes for c in found) >= whole + sum(c.bytes for c in crossing)
-
-
-def spans_nodes(line):
-    """Whether a collective's first group, as numbers of devices, holds devices of both nodes."""
-    text = re.search(r"replica_groups=(\S+(?: \{[^}]*\})?)", line).group(1)
-    if text.startswith("mesh"):
-        return "'node'" in text.split("]")[1]
-    if "<=" in text:
-        sizes, whole, order = re.match(
-            r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text
-        ).groups()
-        numbers = lambda digits: [int(d) for d in digits.split(",")]  # noqa: E731
-        ids = np.arange(8).reshape(numbers(whole))
-        first = (ids.transpose(numbers(order)) if order else ids).reshape(numbers(sizes))[0]
-    else:
-        first = [int(d) for d in re.search(r"\{([\d,]+)\}", text).group(1).split(",")]
-    return len({device // 4 for device in first}) > 1
 
 
 def test_narrow_parameters_are_compressed_in_float32():

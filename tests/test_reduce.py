@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
+from jdp import reduce
 
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 PARAMS, LOSS, _, BATCH = reference.mlp()
@@ -285,3 +286,16 @@ def test_wire_dtypes_that_are_refused_when_it_is_built(wire, match):
 def test_bucket_sizes_that_are_refused_when_it_is_built(bucket_bytes):
     with pytest.raises(ValueError, match=f"bucket_bytes={bucket_bytes!r}"):
         jdp.all_reduce(bucket_bytes=bucket_bytes)
+
+
+def test_between_cpu_processes_leaves_above_1_mib_travel_alone(monkeypatch):
+    """Small ones are joined; in a step joining large ones cost far more than it saved."""
+    monkeypatch.setattr(reduce, "joins_leaves", lambda mesh: True)
+    mesh = mesh_of(8)
+    sizes = {"a": 300_000, "b": 10, "c": 20, "d": 300_000}
+    grads = {
+        name: jdp.PerReplica(jnp.ones((8, size)), axes=("data",), mesh=mesh)
+        for name, size in sizes.items()
+    }
+    run = jax.jit(lambda grads: jdp.all_reduce().update(grads, optax.EmptyState())[0])
+    assert programs.lowered_collectives(run.lower(grads).as_text()) == [("all-reduce", "f32")] * 3
