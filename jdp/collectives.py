@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from jdp.flat import buckets, join_leaves, take_apart
-from jdp.mesh import AxisNames, is_whole
+from jdp.mesh import AxisNames, is_whole, on_auto_axes
 from jdp.quantize import BLOCK, Codec, check_block, check_wire_dtype, codec_of, is_narrow
 
 BUCKET_BYTES = 25 * 2**20  # what PyTorch DDP has used since 2020
@@ -105,8 +106,9 @@ def mean(
         key: Random key, the same on every device, for stochastic rounding; `None` rounds to
             nearest.
         exact_sum: False adds up 16 bits in 16 bits, by a plain all-reduce of x_i / N: one
-            operation in place of two, off by up to (N-1)/N * eps * sum_i |x_i| / N besides. On CPU
-            it saves no bytes: XLA widens it.
+            operation in place of two, off by up to (N-1)/N * eps * sum_i |x_i| / N besides. Nothing
+            is scaled: with float16 it is off by N * 2^-25 more, as entries below N * 2^-14 lose
+            digits, and a mean above 65504 is inf. On CPU it saves no bytes: XLA widens it.
 
     Returns:
         The tree of means, each leaf of the shape and dtype it came with.
@@ -130,7 +132,10 @@ def mean(
     if bucket_bytes is not None:
         check_bucket_bytes(bucket_bytes)
     leaves, treedef = jax.tree.flatten(jax.tree_util.tree_map_with_path(_check_leaf, tree))
-    means, _ = means_and_sent(leaves, axis_name, send, bucket_bytes)
+    average = functools.partial(
+        means_and_sent, axis_name=axis_name, send=send, bucket_bytes=bucket_bytes
+    )
+    means, _ = on_auto_axes(average, (leaves, leaves))(leaves)
     return treedef.unflatten(
         [mean.astype(leaf.dtype) for mean, leaf in zip(means, leaves, strict=True)]
     )
@@ -241,8 +246,25 @@ def _narrow_mean(
     flat, count = flat.astype(jnp.float32), jax.lax.axis_size(axis_name)
     if not send.exact_sum:
         sent = (flat / count).astype(send.wire_dtype)
-        return jax.lax.psum(sent, axis_name).astype(jnp.float32), sent.astype(jnp.float32) * count
+        total = _plain_sum(sent, axis_name).astype(jnp.float32)
+        return total, sent.astype(jnp.float32) * count
     return coded_mean(flat, axis_name, codec_of(send.wire_dtype, send.block), send.key)
+
+
+def _plain_sum(x: jax.Array, axis_name: AxisNames) -> jax.Array:
+    """Sum in the dtype of 16 bits; on CPU, XLA adds up in float32 and rounds once.
+
+    Here that is spelled out where other axes of the mesh are left to the compiler: there XLA:CPU
+    (jax 0.10 and 0.12) ends the process while it widens such a sum itself.
+    """
+    plain = functools.partial(jax.lax.psum, axis_name=axis_name)
+    if AxisType.Auto not in jax.sharding.get_abstract_mesh().axis_types:
+        return plain(x)
+
+    def widened(x: jax.Array) -> jax.Array:
+        return plain(x.astype(jnp.float32)).astype(x.dtype)
+
+    return jax.lax.platform_dependent(x, cpu=widened, default=plain)
 
 
 def coded_mean(
@@ -308,7 +330,7 @@ def sum_scatter(
     Args:
         x: Floating-point array; N divides its length in `dim`.
         axis_name: Mesh axis, or axes.
-        dim: The dim to split.
+        dim: The dim to split; a negative one counts from the last.
         wire_dtype: Dtype sent between devices, see `mean`; `None` sends the array as it is.
         block: Values that share a scale, for dtypes of 8 bits.
 
@@ -316,7 +338,7 @@ def sum_scatter(
         The device's part, in float32 or the wider dtype of the array.
 
     Raises:
-        ValueError: If the wire dtype cannot carry a sum.
+        ValueError: If the wire dtype cannot carry a sum, or there is no such dim.
 
     Example:
         >>> mesh = jdp.make_mesh()
@@ -326,6 +348,12 @@ def sum_scatter(
         Array([ 0.,  8., 16., 24.], dtype=float32)
     """
     wire = jnp.dtype(check_wire_dtype(wire_dtype) or x.dtype)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"jdp.collectives.sum_scatter(dim={dim}) was given an array of shape {x.shape}, which "
+            f"has no such dim to split. Name one of its {x.ndim}, counted from 0."
+        )
+    dim %= x.ndim
     if not is_narrow(wire):
         x = x.astype(wire)
         return jax.lax.psum_scatter(x, axis_name, scatter_dimension=dim, tiled=True)

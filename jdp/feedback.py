@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jdp.mesh import AxisNames, names_of
+from jdp.mesh import AxisNames, names_of, on_auto_axes
 from jdp.replica import (
     check_rows,
     is_gradient,
@@ -171,19 +171,24 @@ def _on_one_device(
 ) -> Callable[[Any, Any, Any], Any]:
     """What one device does with its rows."""
 
-    def local(rows: Any, residuals: Any, memory: Any) -> Any:
-        values = [row[0].astype(jnp.float32) for row in rows]
+    def compute(values: list[jax.Array], olds: list[jax.Array], memory: Any) -> Any:
+        values = [value.astype(jnp.float32) for value in values]
         if not error_feedback:
             means, _, new = exchange(values, memory, axes)
             return means, [], _finite_or(new, memory)
-        olds = [residual[0] for residual in residuals]
         values = [value + old for value, old in zip(values, olds, strict=True)]
         means, sent, new = exchange(values, memory, axes)
         kept = []
         for value, part, old in zip(values, sent, olds, strict=True):
             residual = value - part
-            kept.append(jnp.where(jnp.isfinite(residual), residual, old)[None])
+            kept.append(jnp.where(jnp.isfinite(residual), residual, old))
         return means, kept, _finite_or(new, memory)
+
+    def local(rows: Any, residuals: Any, memory: Any) -> Any:
+        values, olds = [row[0] for row in rows], [residual[0] for residual in residuals]
+        run = on_auto_axes(compute, (values, olds, memory))
+        means, kept, memory = run(values, olds, memory)
+        return means, [residual[None] for residual in kept], memory
 
     return local
 

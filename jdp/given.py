@@ -153,11 +153,15 @@ class Split:
         source, part = self._sources[i], self._placement.parts[i]
         if not self._early[i]:
             return source
-        if part.dim is None:  # averaged, so the same on every replica
-            return jnp.zeros(source.shape, self._hows[i].slot_dtype)
         shape = list(source.shape)
-        shape[part.dim] = part.stored // self._placement.count
-        return vary(jnp.zeros(shape, self._hows[i].slot_dtype), self._layout.axes)
+        if part.dim is not None:
+            shape[part.dim] = part.stored // self._placement.count
+        zeros = jnp.zeros(shape, self._hows[i].slot_dtype)
+        place = jax.typeof(source).sharding
+        if any(place.spec):  # by Explicit axes of the user's
+            zeros = jax.sharding.reshard(zeros, place)
+        # an average is the same on every replica
+        return zeros if part.dim is None else vary(zeros, self._layout.axes)
 
     def give(self, slots: list[jax.Array], rows: Any) -> Any:
         """The parameters for the loss function of these rows."""

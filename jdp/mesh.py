@@ -11,7 +11,7 @@ This module starts no backend when it is imported and sends nothing between devi
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -306,6 +306,28 @@ def found_mesh(params: Any, does: str) -> AnyMesh:
             "`with jax.set_mesh(mesh):`."
         )
     return mesh
+
+
+def on_auto_axes(compute: Callable[..., Any], like: Any) -> Callable[..., Any]:
+    """A per-device function whose inside sees no Explicit axis of the user's: they are Auto there.
+
+    On Explicit axes JAX refuses to flatten or to join arrays that they split, and says so without
+    naming anything of the user's. The compiler finds a placement for what is between.
+
+    Args:
+        compute: Any function, called within a `shard_map`.
+        like: Arrays of the structure of its results, each placed where the result is to lie.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    names = tuple(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    )
+    if not names:
+        return compute
+    places = jax.tree.map(lambda x: jax.typeof(x).sharding, like)
+    return jax.sharding.auto_axes(compute, axes=names, out_sharding=places)
 
 
 def memory_of_a_device(mesh: AnyMesh) -> int | None:

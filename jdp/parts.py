@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp import collectives
-from jdp.mesh import AnyMesh, ambient_mesh
+from jdp.mesh import AnyMesh, ambient_mesh, on_auto_axes
 from jdp.padded import is_padded, stored_array
 from jdp.replica import (
     is_gradient,
@@ -138,7 +138,9 @@ def reduce_to_parts(updates: Any, params: Any, placement: Placement) -> tuple[An
     check_count(values, placement)
 
     def local(values: list[jax.Array]) -> list[jax.Array]:
-        return reduce_parts([value[0] for value in values], placement, axes)
+        own = [value[0] for value in values]
+        reduce = functools.partial(reduce_parts, placement=placement, axes=axes)
+        return on_auto_axes(reduce, own)(own)
 
     run = jax.shard_map(
         local,

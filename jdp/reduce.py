@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdp import collectives
 from jdp.feedback import check_axis, compressed
-from jdp.mesh import AnyMesh, AxisNames, names_of
+from jdp.mesh import AnyMesh, AxisNames, names_of, on_auto_axes
 from jdp.quantize import BLOCK, check_block, check_wire_dtype, is_narrow
 from jdp.replica import give_per_replica, take_per_replica, weight_of, wide, widen
 
@@ -87,7 +87,8 @@ def all_reduce(
         stochastic: Round up or down at random, so that the mean is right on average.
         error_feedback: Keep what a narrow dtype loses and add it to the next gradient.
         exact_sum: False adds up 16 bits in 16 bits, by a plain all-reduce, see
-            `jdp.collectives.mean`: cheaper where the backend has one, and less exact.
+            `jdp.collectives.mean`: cheaper where the backend has one, and less exact, with float16
+            above all for entries that are tiny or huge.
         seed: Of the random rounding.
 
     Blocks run across leaves: with int8 and without `error_feedback` an entry below 1/254 of its
@@ -209,7 +210,7 @@ def average_over(
         leaves, treedef = jax.tree.flatten(values)
         # what goes on to be sent again stays as narrow as it came
         dtypes = [leaf.dtype if rest else wide(leaf) for leaf in leaves]
-        pairs = zip(means_of(leaves), dtypes, strict=True)
+        pairs = zip(on_auto_axes(means_of, leaves)(leaves), dtypes, strict=True)
         return treedef.unflatten([mean.astype(dtype) for mean, dtype in pairs])
 
     reduced = _on_each_device(average, mesh, axes, rest)(values)

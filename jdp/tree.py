@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jdp import collectives
 from jdp.flat import join_leaves, take_apart
-from jdp.mesh import AxisNames
+from jdp.mesh import AxisNames, on_auto_axes
 
 
 def all_sum(tree: Any, axis_name: AxisNames) -> Any:
@@ -49,9 +49,13 @@ def all_sum(tree: Any, axis_name: AxisNames) -> Any:
     count = 2 ** _levels(axis_name)
     if count == 1 or not any(leaf.size for leaf in leaves):
         return jax.lax.psum(tree, axis_name)  # of one device, or nothing: nothing but a mark
-    flat = join_leaves(leaves)
-    part = scatter_sum(jnp.pad(flat, (0, -flat.size % count)), axis_name)
-    return treedef.unflatten(take_apart(collectives.join(part, axis_name), leaves))
+
+    def total(leaves: list[jax.Array]) -> list[jax.Array]:
+        flat = join_leaves(leaves)
+        part = scatter_sum(jnp.pad(flat, (0, -flat.size % count)), axis_name)
+        return take_apart(collectives.join(part, axis_name), leaves)
+
+    return treedef.unflatten(on_auto_axes(total, leaves)(leaves))
 
 
 def scatter_sum(x: jax.Array, axis_name: AxisNames, *, dim: int = 0) -> jax.Array:

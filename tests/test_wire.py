@@ -267,7 +267,7 @@ def test_in_pmap():
 
 
 @pytest.mark.parametrize("wire", NARROW)
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", [0, 1, -1])
 def test_sum_scatter(wire, dim):
     x = rows(16, 24)
     local = functools.partial(
@@ -281,7 +281,16 @@ def test_sum_scatter(wire, dim):
         np.abs(got - x.astype(np.float64).sum(0))
         <= np.broadcast_to(rounding, x.shape).sum(0) * 1.001 + 1e-5
     ).all()
-    assert jax.jit(run)(x[:, :0] if dim == 1 else x[:, :, :0]).size == 0
+    assert jax.jit(run)(x[:, :, :0] if dim == 0 else x[:, :0]).size == 0
+
+
+@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize(("shape", "dim"), [((16, 24), 2), ((16, 24), -3), ((), 0)])
+def test_sum_scatter_of_no_such_dim(wire, shape, dim):
+    local = lambda x: jdp.collectives.sum_scatter(x[0], "data", dim=dim, wire_dtype=wire)  # noqa: E731
+    run = jax.shard_map(local, mesh=mesh_of(), in_specs=P("data"), out_specs=P("data"))
+    with pytest.raises(ValueError, match=r"has no such dim to split"):
+        jax.eval_shape(run, jnp.ones((8, *shape)))
 
 
 def test_a_plain_low_precision_sum():
@@ -299,6 +308,17 @@ def test_a_plain_low_precision_sum():
         run = jax.shard_map(local, mesh=mesh_of(), in_specs=P("data"), out_specs=P())
         lowered = programs.lowered_collectives(jax.jit(run).lower(x).as_text())
         assert lowered == [("all-reduce", {"bfloat16": "bf16", "float16": "f16"}[wire])]
+
+
+def test_a_plain_sum_in_float16_at_the_ends_of_its_range():
+    """It has no scales: what is tiny is cut to multiples of N * 2^-24, what is huge becomes inf."""
+    x = np.abs(rows(500)).astype(np.float32) * np.float32(1e-6)
+    got = np.asarray(mean_of(x, "float16", exact_sum=False), np.float64)
+    error = np.abs(got - x.astype(np.float64).mean(0))
+    relative = 9 * HALF_ULP["float16"] * np.abs(x).mean(0)
+    assert (error <= relative + 8 * 2.0**-25).all()
+    assert (error > relative).any()
+    assert np.isinf(mean_of(np.full((8, 3), 7e4, np.float32), "float16", exact_sum=False)).all()
 
 
 # as a transformation ------------------------------------------------------------------------------
