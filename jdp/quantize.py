@@ -100,7 +100,12 @@ def sign_codec(block: int) -> Codec:
         del key  # nothing is left to chance
         size, count = x.shape[-1], -(-x.shape[-1] // block)
         sizes = np.minimum(block, size - block * np.arange(count)).astype(np.float32)
-        scales = jnp.sum(jnp.abs(_in_blocks(x, block)), axis=-1) / sizes
+        magnitudes = jnp.abs(_in_blocks(x, block))
+        # in units of a power of two, which rounds nothing: a block's sum may be beyond float32
+        unit = _power_below(jnp.max(magnitudes, axis=-1))
+        # and one whose inverse is a normal number, too
+        unit = jnp.where(unit < _SMALLEST, 1, jnp.minimum(unit, 2.0**126))
+        scales = jnp.sum(magnitudes / unit[..., None], axis=-1) / sizes * unit
         behind = jax.lax.bitcast_convert_type(scales, jnp.uint8)
         return jnp.concatenate([_pack(x >= 0), behind.reshape(*x.shape[:-1], -1)], axis=-1)
 

@@ -21,6 +21,7 @@ import reductions  # of benchmarks, which `programs` has made known
 
 from jdp.compress import entries, one_of_each_strip
 from jdp.feedback import compressed
+from jdp.quantize import sign_codec
 
 pytestmark = pytest.mark.either
 
@@ -427,6 +428,19 @@ def test_random_k_sends_values_only():
     found, numbers, sent = sent_for_the_mlp("random_k")
     assert [(c.kind, c.dtypes, c.bytes) for c in found] == [("all-reduce", ("f32",), 4 * numbers)]
     assert sent <= 0.01001 * sent_for_the_mlp("float32")[2]
+
+
+@pytest.mark.parametrize("size", [1e-34, 1e36, 1e38])
+def test_a_block_of_signs_whose_sum_is_no_float32(size):
+    codec = sign_codec(1024)
+    x = np.random.default_rng(0).uniform(-3, 3, 2500).astype(np.float32) * np.float32(size)
+    got = np.asarray(codec.decode(codec.encode(jnp.asarray(x), None), x.size), np.float64)
+    for start in range(0, x.size, 1024):
+        block = slice(start, start + 1024)
+        np.testing.assert_allclose(
+            np.abs(got[block]), np.abs(x[block], dtype=np.float64).mean(), 1e-5
+        )
+        np.testing.assert_array_equal(np.sign(got[block]), np.sign(x[block]))
 
 
 def test_sign_sends_bits_and_scales():
