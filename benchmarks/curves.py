@@ -53,6 +53,7 @@ class Config:
     start: int = 160  # synchronous steps before local ones
     batch: int = 16
     learning_rate: float = 3e-3
+    warmup: int | None = None  # steps; none: a thirteenth of them
     evaluate_every: int = 80
     evaluate_on: int = 512
     model: GPTConfig = dataclasses.field(
@@ -66,8 +67,9 @@ class Config:
 
 def arms(config: Config) -> dict[str, tuple[Callable[[], Any], int]]:
     """Name to a maker of the transformation, and calls from one exchange of its own to the next."""
+    warmup = config.steps // 13 if config.warmup is None else config.warmup
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, config.steps // 13, config.steps + 1
+        0.0, config.learning_rate, warmup, config.steps + 1
     )
     inner = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
