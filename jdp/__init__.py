@@ -16,8 +16,15 @@ Floors, each importing only from those above it:
     unshard, given, grad, packing, data, order
     feedback, compress, power, reduce, hierarchy, noise, backward, accumulate, parts, zero,
     precision, finite, offload, local, local_step, local_state
-    state, restage, update, train, evaluate, check, drift, hlo, live, holdings, memory
+    state, restage, update, train, evaluate, check, drift, hlo, live, holdings, memory, hardware
+    sent, groups, origin, costs, flops, targets, schedule, compiling, reporting, report, contract,
+    tables, page, script, demo, cli
+
+What is on the last floor is imported when it is first used.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from jdp import collectives, nodes
 from jdp.accumulate import MultiStepsState, drop_window, multi_steps
@@ -68,9 +75,16 @@ from jdp.train import TrainStep, train_step
 from jdp.unshard import gather_params, layerwise
 from jdp.zero import zero1, zero2, zero3
 
+if TYPE_CHECKING:
+    from jdp.contract import Contract, ContractError
+    from jdp.report import explain
+    from jdp.reporting import Report
+
 __all__ = [
     "Balanced",
     "CompressedState",
+    "Contract",
+    "ContractError",
     "Drift",
     "DriftError",
     "Holdings",
@@ -87,6 +101,7 @@ __all__ = [
     "PowerMemory",
     "Precision",
     "Reduced",
+    "Report",
     "SkipState",
     "TrainState",
     "TrainStep",
@@ -111,6 +126,7 @@ __all__ = [
     "eval_step",
     "evaluate",
     "exchange_times",
+    "explain",
     "feed",
     "find_loss_scale",
     "find_noise_scale",
@@ -148,3 +164,17 @@ __all__ = [
     "zero2",
     "zero3",
 ]
+
+_LATER = {
+    "Contract": "jdp.contract",
+    "ContractError": "jdp.contract",
+    "Report": "jdp.reporting",
+    "explain": "jdp.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what explains a program, when it is asked for."""
+    if name not in _LATER:
+        raise AttributeError(f"module 'jdp' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)

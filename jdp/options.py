@@ -34,6 +34,11 @@ _BESIDE_COMPUTE: dict[str, dict[str, Option]] = {
     "TPU v6 lite": {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": True},
 }
 
+# XLA:GPU of jax 0.12 no longer knows this option.
+_EARLY_ALL_GATHER: dict[str, Option] = (
+    {"xla_gpu_enable_pipelined_all_gather": True} if jax.__version_info__ < (0, 12) else {}
+)
+
 # Whether a platform's compiler knows an option: a fact of the installed jaxlib, found out once.
 _known: dict[tuple[str, str], bool] = {}
 
@@ -53,7 +58,7 @@ def xla_options(
         tpu v6e  combine all-reduces up to `bucket_bytes`, run them on the SparseCores
         tpu      combine all-reduces up to `bucket_bytes`, if given: none runs under compute
         gpu      combine all-reduces up to `bucket_bytes`, reduce-scatters up to `bucket_bytes` of
-                 input, and fetch the next layer's all-gather early in scanned layers
+                 input; before jax 0.12, fetch the next layer's all-gather early in scans
 
     **Guarantees:**
         - The options change when bytes are sent and in how many pieces, never which bytes.
@@ -100,7 +105,7 @@ def xla_options(
             "xla_gpu_all_reduce_combine_threshold_bytes": bucket_bytes,
             # This threshold counts the scattered output, 1/N of what goes in.
             "xla_gpu_reduce_scatter_combine_threshold_bytes": max(1, bucket_bytes // num_replicas),
-            "xla_gpu_enable_pipelined_all_gather": True,
+            **_EARLY_ALL_GATHER,
         }
     return {}
 

@@ -47,3 +47,12 @@ def test_readme_commands_exist(command):
     target = command.split()[1]
     assert f"    {command} " in (ROOT / "README.md").read_text()
     assert f"\n{target}:" in (ROOT / "Makefile").read_text()
+
+
+def test_the_guide_to_explaining(tmp_path, monkeypatch):
+    """Its code runs: a page is written, and the contract finds the careless line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = _run("docs/explain.md")
+    assert "Who holds what" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert re.search(r"all-gather .*explain\.md:11\) is inside a loop", names["broken"])

@@ -1,0 +1,163 @@
+"""The `jdp` command.
+
+    jdp explain train.py --target h100:2x8      what the compiler makes of a script's step
+    jdp explain train.py --html page.html -- --steps 50
+    jdp demo                                    a few seconds that show what jdp does
+
+The script is any that calls a step of `jdp.train_step`; what follows `--` is given to it. Results
+go to standard output, as tables or, with --json, as one JSON document; everything that is said on
+the way goes to standard error. The command ends with one of these codes:
+
+    0  done        1  failed: the script, or the compiler        2  asked for something wrong
+    3  done, and the answer is no: it does not fit    130  interrupted
+"""
+
+import contextlib
+import dataclasses
+import glob
+import json as json_format
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import jax
+import tyro
+
+import jdp
+from jdp import script as scripts
+
+OK, FAILED, WRONG, NO, INTERRUPTED = 0, 1, 2, 3, 130
+
+_Script: TypeAlias = Annotated[Path, tyro.conf.Positional]
+_Target: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="TARGET")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explain:
+    """Compile a script's step and tell what it sends, keeps and hides.
+
+    The script runs up to its first step and is stopped there. The step is compiled, for its own
+    devices or for a target, and the compiled program is read: each collective with its bytes, how
+    often it runs and how much of it is exposed; memory by kind; time, if the compiler models it.
+    """
+
+    script: _Script
+    """The training script; give it arguments after `--`."""
+    target: _Target = None
+    """Devices that need not be here, such as "v5e:4x4" or "h100:2x8" (2 hosts of 8); without it,
+    those that the script uses."""
+    shapes: bool = False
+    """Let jdp.init_state make shapes instead of arrays, for a model too large for this machine.
+    The script gives it the parameters as a function."""
+    html: Path | None = None
+    """Write the report to this file, too, as a page that needs nothing else."""
+    cache: bool = True
+    """Use what was found out before about the same program."""
+    json: bool = False
+    """Write one JSON document instead of tables."""
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Does it; returns the exit code."""
+        from jdp import report as reports
+
+        with _only_results(self.json):
+            job = scripts.first_step(self.script, arguments, shapes=self.shapes)
+            report = reports.explain(job.step, job.state, job.batch, self.target, cache=self.cache)
+        if self.html is not None:
+            report.save_html(self.html)
+            _say(f"Written: {self.html}")
+        _show(report, self.json)
+        return NO if report.fits is False else OK
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """Train a small model on one device and on all of them, and compare."""
+
+    steps: int = 60
+    """Steps of each run."""
+    devices: int = 8
+    """CPU devices to emulate where there is no GPU or TPU."""
+    json: bool = False
+    """Write one JSON document instead of tables."""
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Does it; returns the exit code."""
+        from jdp.demo import demo
+
+        del arguments
+        jdp.emulate_devices(self.devices)
+        with _only_results(self.json):
+            found = demo(self.steps)
+        if self.json:
+            print(json_format.dumps(found))
+        return OK
+
+
+COMMANDS = {"explain": Explain, "demo": Demo}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command with the arguments of the process, or those given.
+
+    Returns:
+        The exit code, see the module.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    place = given.index("--") if "--" in given else len(given)
+    command = tyro.extras.subcommand_cli_from_dict(
+        COMMANDS,
+        prog="jdp",
+        description=__doc__,
+        args=given[:place] or ["--help"],
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    _leave_absent_hardware()
+    try:
+        return command.run(given[place + 1 :])
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+    except scripts.ScriptError as error:
+        _say(str(error))
+        return FAILED if error.__cause__ else WRONG
+    except (ValueError, TypeError, ImportError) as error:
+        _say(str(error))
+        return WRONG
+    except Exception as error:
+        _say(f"{type(error).__name__}: {error}")
+        return FAILED
+
+
+def _leave_absent_hardware() -> None:
+    """Keeps JAX to the CPU where compilers for a GPU or TPU are installed, but no such device is.
+
+    JAX would look for the devices, complain at length, and have no compiler left for a target.
+    """
+    hardware = ("/dev/nvidia*", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/*")
+    if not os.environ.get("JAX_PLATFORMS") and not any(glob.glob(pattern) for pattern in hardware):
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _only_results(json: bool) -> contextlib.AbstractContextManager[Any]:
+    """Keeps standard output for the JSON: what a script prints goes to standard error."""
+    return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
+
+
+def _show(found: Any, json: bool) -> None:
+    """Writes a result, as JSON or as tables."""
+    if json:
+        print(found.to_json())
+        return
+    try:
+        import rich
+    except ImportError:
+        print(found)
+    else:
+        rich.print(found)
+
+
+def _say(text: str) -> None:
+    print(f"jdp: {text}", file=sys.stderr)
