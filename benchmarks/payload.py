@@ -8,11 +8,12 @@ run, no noise. The tests count with the same code.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from jdp.hlo import Instruction, Program, bits_of, leaves, parse
+from jdp.costs import floor_bytes
+from jdp.groups import Groups, groups
+from jdp.hlo import Instruction, Program, leaves, parse
 
 _LOOPS = ("body", "condition")
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
@@ -41,7 +42,7 @@ class Costs(NamedTuple):
 class Collective:
     """One communicating operation; `bytes` is the size of its largest side on one device.
 
-    `times` says how often it runs in a call.
+    `times` says how often it runs in a call, `groups` which devices communicate.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class Collective:
     in_branch: bool
     line: str
     times: int = 1
+    groups: Groups = ()
 
 
 def costs(compiled: Any) -> Costs:
@@ -73,8 +75,7 @@ def payload_bytes(text: str) -> tuple[int, int]:
 
 def sent_bytes(found: Iterable[Collective], count: int) -> float:
     """Bytes each of `count` devices sends, by the ring algorithm; each collective once."""
-    factor = {"all-reduce": 2.0, "collective-permute": count / (count - 1)}
-    return sum(factor.get(c.kind, 1.0) * c.bytes * (count - 1) / count for c in found)
+    return sum(floor_bytes(c.kind, c.bytes, count) for c in found)
 
 
 def live_bytes(compiled: Any) -> int:
@@ -109,6 +110,7 @@ def collectives(text: str) -> list[Collective]:
                 in_branch=in_branch,
                 line=f"{x.name} = {x.opcode}({', '.join(x.operands)}){x.attributes}",
                 times=times,
+                groups=groups(x, count=0),
             )
             found.append(collective)
     return found
@@ -116,10 +118,7 @@ def collectives(text: str) -> list[Collective]:
 
 def _sizes(instruction: Instruction) -> list[tuple[str, int]]:
     """Dtype and bytes, without padding, of the arrays that an instruction makes."""
-    found = [
-        (leaf.dtype, math.prod(leaf.dims) * bits_of(leaf.dtype) // 8)
-        for leaf in leaves(instruction.shape)
-    ]
+    found = [(leaf.dtype, leaf.dense_bytes) for leaf in leaves(instruction.shape)]
     if instruction.opcode.endswith("-start") and instruction.collective != "all-reduce":
         return found[len(found) // 2 :]  # such a start lists what goes in beside what comes out
     return found

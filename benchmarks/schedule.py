@@ -13,13 +13,9 @@ from jax.sharding import Mesh
 from jdp.costs import collective_seconds
 from jdp.groups import Groups
 from jdp.hardware import find_chip
-from jdp.schedule import walk
+from jdp.schedule import COST_MODEL, walk
 
-COST_MODEL: dict[str, dict[str, Any]] = {
-    "gpu": {"xla_gpu_collect_cost_model_stats": True},
-    "tpu": {},
-}
-"""Compiler options that make a program tell times."""
+__all__ = ["COST_MODEL", "Sent", "Times", "read"]
 
 
 class Sent(NamedTuple):

@@ -75,7 +75,9 @@ def row(stage: int, options: str, devices: Sequence[Any], config: Config) -> dic
     """Memory and times of one stage, with XLA's options or jdp's."""
     mesh = Mesh(np.array(devices), ("data",))
     chosen = jdp.known_options(jdp.xla_options(mesh), mesh) if options == "jdp" else {}
-    step, state, batch = program(stage, mesh, config, chosen | schedule.COST_MODEL[config.platform])
+    step, state, batch = program(
+        stage, mesh, config, chosen | schedule.COST_MODEL.get(config.platform, {})
+    )
     compiled = step.lower(state, batch).compile()
     times = schedule.read(compiled.as_text(), devices)
     return {

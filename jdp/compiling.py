@@ -9,15 +9,15 @@ is an answer. Nothing runs.
 
 import re
 import warnings
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp.mesh import DATA_AXES, names_in
+from jdp.mesh import DATA_AXES, axis_size, data_axes, names_in
 from jdp.padded import logical
+from jdp.replica import is_stored
 from jdp.schedule import COST_MODEL
 from jdp.state import init_state
 from jdp.targets import Target, mesh_for
@@ -102,8 +102,9 @@ def _telling(step: TrainStep, mesh: Mesh) -> tuple[TrainStep, tuple[str, ...]]:
         return step, ()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        same = step.recipe.on(mesh)
-        told = step.recipe.on(mesh, compiler_options={**options_of(same), **extra})
+        told = step.recipe.on(mesh)
+        if extra:
+            told = told.recipe.on(mesh, compiler_options={**told.options, **extra})
     return told, tuple(dict.fromkeys(str(x.message) for x in seen))
 
 
@@ -113,7 +114,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 def _specs(params: Any, shapes: Any) -> Any:
     """Of each parameter, how it lies along axes that are no data axes."""
-    whole = jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "value") or hasattr(x, "shape"))
+    whole = jax.tree.leaves(params, is_leaf=is_stored)
 
     def spec(leaf: Any) -> P:
         sharding = getattr(getattr(leaf, "value", leaf), "sharding", None)
@@ -135,9 +136,7 @@ def _placed(mesh: Mesh) -> Any:
 
 
 def _check_rows(batch: Any, mesh: Mesh, name: str) -> None:
-    replicas = 1
-    for axis in mesh.axis_names:
-        replicas *= mesh.shape[axis] if axis in DATA_AXES else 1
+    replicas = axis_size(mesh, data_axes(mesh))
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         rows = leaf.shape[0] if leaf.ndim else 0
         if rows % replicas or not rows:
@@ -162,7 +161,6 @@ def compile_for_report(lowered: Any) -> Outcome:
     Raises:
         jax.errors.JaxRuntimeError: If the compiler fails for another reason.
     """
-    notes: list[str] = []
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
@@ -171,8 +169,8 @@ def compile_for_report(lowered: Any) -> Outcome:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return Outcome(None, str(error), ())
-    notes += [str(x.message) for x in seen if "donat" in str(x.message)]
-    return Outcome(compiled, "", tuple(notes))
+    notes = tuple(str(x.message) for x in seen if "donat" in str(x.message))
+    return Outcome(compiled, "", notes)
 
 
 _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -196,13 +194,3 @@ def asked_and_limit(lack: str) -> tuple[int | None, int | None]:
         int(float(used) * _UNITS[unit or "B"]),
         int(float(limit) * _UNITS[unit_of_limit or "B"]),
     )
-
-
-def options_of(step: TrainStep) -> Mapping[str, Any]:
-    """The compiler options of a step."""
-    return step._options or {}
-
-
-def trace(job: Job) -> Any:
-    """The step, traced: `.jaxpr` is what it computes, `.lower()` the program to compile."""
-    return job.step._prepare(job.state, job.batch, None)[0].trace(job.state, job.batch, None)

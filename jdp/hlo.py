@@ -40,6 +40,11 @@ class Leaf(NamedTuple):
     bytes: int
     space: int
 
+    @property
+    def dense_bytes(self) -> int:
+        """Size without the padding of its tiles, as it is sent."""
+        return -(-math.prod(self.dims) * bits_of(self.dtype) // 8)
+
 
 Shape: TypeAlias = Leaf | list[Any]
 """A `Leaf`, or a list of `Shape`s for a tuple."""

@@ -70,6 +70,12 @@ class Memory(NamedTuple):
     method: str = METHOD
 
     @property
+    def kinds(self) -> dict[str, int]:
+        """What adds up to `total`, by name in words; kinds of no bytes are left out."""
+        names = self._fields[: self._fields.index("total")]
+        return {name.replace("_", " "): size for name in names if (size := getattr(self, name))}
+
+    @property
     def arguments(self) -> int:
         """State and batch, as the compiler counts them."""
         return self.parameters + self.optimizer_state + self.other_state + self.batch + self.padding
@@ -81,14 +87,12 @@ class Memory(NamedTuple):
         return found + self.unexplained
 
     def __str__(self) -> str:
-        kinds = self._fields[: self._fields.index("total")]
-        shown = [kind for kind in kinds if getattr(self, kind)]
         lines = [("bytes per device", "", "")]
-        for kind in (*shown, "total", *(["host"] if self.host else [])):
-            size = getattr(self, kind)
-            share = f"{size / self.total:.1%}" if self.total and kind in kinds else ""
-            name = "in host memory" if kind == "host" else kind.replace("_", " ")
-            lines.append((name, human(size), share))
+        for name, size in self.kinds.items():
+            lines.append((name, human(size), f"{size / self.total:.1%}" if self.total else ""))
+        lines.append(("total", human(self.total), ""))
+        if self.host:
+            lines.append(("in host memory", human(self.host), ""))
         return table(lines, numbers=(1, 2)) + f"\ntemporaries: {self.method}"
 
 

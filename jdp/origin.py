@@ -121,13 +121,14 @@ def _numbers(text: str, section: str) -> dict[int, dict[str, int]]:
 
 def origin(frames: list[Frame]) -> Origin:
     """The user's line and what of jdp made an instruction, from its frames, innermost first."""
-    makers: list[str] = []
+    makers, source = [], ""
     for frame in frames:
+        name = PurePath(frame.file).name
         if ours := _OURS.search(frame.file):
-            if PurePath(frame.file).name == _STEP[0] and frame.function in ("", _STEP[1]):
-                return Origin("", makers[0] if makers else "")
+            if name == _STEP[0] and frame.function in ("", _STEP[1]):
+                break
             makers += [_MAKERS[ours.group(1)]] if ours.group(1) in _MAKERS else []
         elif frame.file and not _LIBRARY.search(frame.file):
-            ours_outside = makers[0] if makers else ""
-            return Origin(f"{PurePath(frame.file).name}:{frame.line}", ours_outside)
-    return Origin("", makers[0] if makers else "")
+            source = f"{name}:{frame.line}"
+            break
+    return Origin(source, makers[0] if makers else "")

@@ -14,15 +14,16 @@ from importlib.resources import files
 
 from jdp.holdings import Holding, Holdings, human
 from jdp.memory import Memory
-from jdp.reporting import Report, microseconds
+from jdp.reporting import SENT_HEADERS, SENT_NUMBERS, Report, microseconds, sent_cells
 from jdp.sent import Sent, Span
 
 _MOST_SPANS = 4000  # what a browser draws at once; of more, the longest are shown
 _MOST_LEAVES = 24
 _MOST_DEVICES = 16
+_SHOWN = [k for k, name in enumerate(SENT_HEADERS) if name != "beside"]  # that is the row's title
 _KINDS = {
     "parameters": "params",
-    "optimizer_state": "opt",
+    "optimizer state": "opt",
     "activations": "act",
     "gradients": "grad",
     "collectives": "comm",
@@ -38,7 +39,7 @@ def html(report: Report) -> str:
     Returns:
         The text of an HTML file.
     """
-    title = f"jdp.explain: {report.target or f'{report.devices} {report.platform} devices'}"
+    title = f"jdp.explain: {report.where}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -61,8 +62,6 @@ def fragment(report: Report) -> str:
 
 
 def _head(report: Report) -> str:
-    where = report.target or f"{report.devices} {report.platform} devices"
-    axes = ", ".join(f"{name} {size}" for name, size in report.mesh.items())
     state = {True: "good", False: "bad", None: ""}[report.fits]
     used = human(report.memory.total) if report.memory else "not known"
     limit = f"of {human(report.memory_limit)}" if report.memory_limit else "of each device"
@@ -82,7 +81,7 @@ def _head(report: Report) -> str:
         for name, value, note, kind in tiles
     )
     return (
-        f"<header><h1>{escape(where)}</h1><p class=mesh>mesh: {escape(axes)}</p>"
+        f"<header><h1>{escape(report.where)}</h1><p class=mesh>mesh: {escape(report.axes)}</p>"
         f'<p class="verdict {state}">{escape(report.verdict)}</p></header>'
         f'<section class="tiles">{drawn}</section>'
     )
@@ -141,16 +140,15 @@ def _memory(memory: Memory | None, limit: int | None) -> str:
     """One bar, its parts in the order of the kinds; the device's memory is its frame."""
     if memory is None:
         return "<section><h2>Memory</h2><p>The compiler gave up before it told.</p></section>"
-    names = memory._fields[: memory._fields.index("total")]
-    sizes = {name: getattr(memory, name) for name in names if getattr(memory, name) > 0}
+    sizes = {name: size for name, size in memory.kinds.items() if size > 0}
     whole = max(limit or 0, memory.total, 1)
     bar = "".join(
         f'<div class="{_KINDS.get(name, "rest")}" style="width:{100 * size / whole:.3f}%" '
-        f'title="{escape(name.replace("_", " "))}: {human(size)}"></div>'
+        f'title="{escape(name)}: {human(size)}"></div>'
         for name, size in sizes.items()
     )
     rows = "".join(
-        f'<li><i class="{_KINDS.get(name, "rest")}"></i>{escape(name.replace("_", " "))} '
+        f'<li><i class="{_KINDS.get(name, "rest")}"></i>{escape(name)} '
         f"<b>{human(size)}</b> <small>{size / max(memory.total, 1):.1%}</small></li>"
         for name, size in sizes.items()
     )
@@ -170,38 +168,26 @@ def _memory(memory: Memory | None, limit: int | None) -> str:
 def _sent(report: Report) -> str:
     if not report.collectives:
         return "<section><h2>Communication</h2><p>Nothing is sent.</p></section>"
-    heads = ["collective", "dtype", "bytes", "times", "axes", "time", "exposed", "x least"]
-    numbers = {2, 3, 5, 6, 7}
-    head = "".join(
-        f'<th scope="col"{_right(k, numbers)}>{h}</th>' for k, h in enumerate([*heads, "from"])
-    )
-    rows = "".join(_row(x, numbers) for x in report.collectives)
+    head = "".join(f'<th scope="col"{_right(k)}>{SENT_HEADERS[k]}</th>' for k in _SHOWN)
+    rows = "".join(map(_row, report.collectives))
     return (
         f'<section><h2>Communication</h2><div class="scroll"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div><p>{escape(report.floor.words)}</p></section>"
     )
 
 
-def _right(column: int, numbers: set[int]) -> str:
-    return ' class="number"' if column in numbers else ""
+def _right(column: int) -> str:
+    return ' class="number"' if column in SENT_NUMBERS else ""
 
 
-def _row(x: Sent, numbers: set[int]) -> str:
-    exposed = x.exposed_us or 0.0
-    cells = [
-        x.kind + ("" if x.asynchronous else ", waits"),
-        "+".join(x.dtypes),
-        human(x.bytes),
-        f"{x.times}{' in loop' if x.in_loop else ''}",
-        ", ".join(x.axes),
-        microseconds(x.us) or "-",
-        microseconds(x.exposed_us) or "-",
-        f"{x.floor:.3g}",
-        x.where,
-    ]
+def _row(x: Sent) -> str:
+    cells, exposed = sent_cells(x), x.exposed_us or 0.0
     beside = f"Computed meanwhile: {', '.join(x.beside)}" if x.beside else "Nothing is computed"
     marks = "far" if x.floor > 1.05 else "waits" if x.us and exposed > 0.5 * x.us else ""
-    body = "".join(f"<td{_right(k, numbers)}>{escape(c)}</td>" for k, c in enumerate(cells))
+    body = "".join(
+        f"<td{_right(k)}>{escape(cells[k]) or ('-' if k in SENT_NUMBERS else '')}</td>"
+        for k in _SHOWN
+    )
     return f'<tr class="{marks}" title="{escape(beside)}">{body}</tr>'
 
 

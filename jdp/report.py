@@ -28,8 +28,6 @@ from jdp.compiling import (
     asked_and_limit,
     compile_for_report,
     on_target,
-    options_of,
-    trace,
 )
 from jdp.costs import collective_seconds, floor_bytes
 from jdp.flops import flops
@@ -102,11 +100,12 @@ def explain(
         job = on_target(step, state, batch, there)
         device = job.mesh.devices.flat[0]
         chip = chip or (there.chip if there else find_chip(device.device_kind))
+        held = holdings(job.state)
         if job.lack:  # not even the state can be made there
-            return _report(job, Outcome(None, job.lack, ()), chip, None, there)
-        traced = trace(job)
+            return _report(job, held, Outcome(None, job.lack, ()), chip, None, there)
+        traced = job.step.trace(job.state, job.batch)
         lowered = traced.lower()
-        kept = _kept(cache, lowered, job, target, chip)
+        kept = _kept(cache, lowered, job, held, target, chip)
         if kept is not None and (known := _read(kept)):
             return known._replace(cached=True)
         say(f"compiling for {target or device.platform}, which may take a minute")
@@ -114,7 +113,7 @@ def explain(
         outcome = compile_for_report(lowered)
         seconds = time.perf_counter() - begin
         say("reading the program")
-        made = _report(job, outcome, chip, traced, there)
+        made = _report(job, held, outcome, chip, traced, there)
     found = made._replace(compile_s=seconds, notes=(*made.notes, *outcome.notes))
     if kept is not None:
         _write(kept, found)
@@ -135,11 +134,10 @@ def _check(step: Any, state: Any) -> None:
 
 
 def _report(
-    job: Job, outcome: Any, chip: Chip | None, traced: Any, target: Target | None
+    job: Job, held: Holdings, outcome: Any, chip: Chip | None, traced: Any, target: Target | None
 ) -> Report:
     mesh, compiled = job.mesh, outcome.compiled
     device = mesh.devices.flat[0]
-    held = holdings(job.state)
     limit = chip.memory if chip and device.platform != "cpu" else None
     if compiled is None:
         walked = Walked((), (), None, None, None, None, 0.0, ())
@@ -151,7 +149,7 @@ def _report(
         memory = memory_of(compiled, job.state, job.batch)
         fits = None if limit is None else memory.total <= limit
     count = None if traced is None else flops(traced.jaxpr, mesh.size)
-    peak = max(chip.flops.get("bf16", 0.0), 0.0) if chip else 0.0
+    peak = chip.flops.get("bf16", 0.0) if chip else 0.0
     us = walked.step_us
     report = Report(
         target=target.name if target else "",
@@ -316,15 +314,17 @@ def _versions(platform: str) -> dict[str, str]:
     return found
 
 
-def _kept(cache: Any, lowered: Any, job: Job, target: Any, chip: Any) -> Path | None:
+def _kept(
+    cache: Any, lowered: Any, job: Job, held: Holdings, target: Any, chip: Any
+) -> Path | None:
     """The file of a report: named by all that it depends on."""
     if cache is False:
         return None
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home) / "jdp" / "explain" if cache is True else Path(cache)
     text = lowered.as_text(debug_info=True)  # with source lines, which the report names
-    options = sorted(options_of(job.step).items())
-    places = [str(x) for x in holdings(job.state).rows]
+    options = sorted(job.step.options.items())
+    places = [str(x) for x in held.rows]
     parts = (text, options, places, target, chip, _versions(job.mesh.devices.flat[0].platform))
     key = hashlib.sha256(repr((*parts, Report._fields, Sent._fields)).encode()).hexdigest()
     return folder / f"{key[:32]}.json"

@@ -85,6 +85,16 @@ class Report(NamedTuple):
     notes: tuple[str, ...]
 
     @property
+    def where(self) -> str:
+        """The target, or the devices at hand, in words."""
+        return self.target or f"{self.devices} {self.platform} devices"
+
+    @property
+    def axes(self) -> str:
+        """The mesh axes and their sizes, in words."""
+        return ", ".join(f"{name} {size}" for name, size in self.mesh.items())
+
+    @property
     def hidden(self) -> float | None:
         """Share of the time of communication that is under compute; 1 if nothing is sent."""
         if self.sent_us is None or self.exposed_us is None:
@@ -127,9 +137,7 @@ class Report(NamedTuple):
         )
 
     def __str__(self) -> str:
-        where = self.target or f"{self.devices} {self.platform} devices"
-        axes = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
-        parts = [f"Compiled for {where} (mesh: {axes}).", self.verdict, ""]
+        parts = [f"Compiled for {self.where} (mesh: {self.axes}).", self.verdict, ""]
         if self.collectives:
             parts += [sent_table(self.collectives), ""]
         parts += [f"Sent: {self.floor.words}", ""]
@@ -189,23 +197,30 @@ def microseconds(us: float | None) -> str:
     return f"{value:.3g} {units[0]}"
 
 
+SENT_HEADERS = (
+    *("collective", "dtype", "bytes", "times", "axes", "time", "exposed", "x least"),
+    *("beside", "from"),
+)
+SENT_NUMBERS = frozenset({2, 3, 5, 6, 7})
+"""Columns that are set to the right."""
+
+
+def sent_cells(x: Sent) -> tuple[str, ...]:
+    """A collective in words, in the columns of `SENT_HEADERS`."""
+    return (
+        x.kind + ("" if x.asynchronous else ", waits"),
+        "+".join(x.dtypes),
+        human(x.bytes),
+        f"{x.times}{' in loop' if x.in_loop else ''}",
+        ", ".join(x.axes),
+        microseconds(x.us),
+        microseconds(x.exposed_us),
+        f"{x.floor:.3g}",
+        ", ".join(x.beside[:2]),
+        x.where,
+    )
+
+
 def sent_table(collectives: tuple[Sent, ...]) -> str:
     """The collectives as aligned text."""
-    head = ("collective", "dtype", "bytes", "times", "axes", "time", "exposed", "x least")
-    lines: list[tuple[str, ...]] = [(*head, "beside", "from")]
-    for x in collectives:
-        lines.append(
-            (
-                x.kind + ("" if x.asynchronous else ", waits"),
-                "+".join(x.dtypes),
-                human(x.bytes),
-                f"{x.times}{' in loop' if x.in_loop else ''}",
-                ", ".join(x.axes),
-                microseconds(x.us),
-                microseconds(x.exposed_us),
-                f"{x.floor:.3g}",
-                ", ".join(x.beside[:2]),
-                x.where,
-            )
-        )
-    return table(lines, numbers=(2, 3, 5, 6, 7))
+    return table([SENT_HEADERS, *map(sent_cells, collectives)], numbers=tuple(SENT_NUMBERS))

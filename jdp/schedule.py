@@ -71,7 +71,7 @@ class _Row:
     """A collective as it is being counted."""
 
     def __init__(self, instruction: Instruction, core: Instruction, found: Origin) -> None:
-        self.name, self.core, self.origin = instruction.name, core, found
+        self.name, self.origin = instruction.name, found
         self.kind = core.collective or core.opcode
         self.number = self.times = self.bytes = self.group = 0
         self.axes: tuple[str, ...] = ()

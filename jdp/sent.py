@@ -7,7 +7,7 @@ runs when is found in `jdp.schedule`.
 import re
 from typing import NamedTuple
 
-from jdp.hlo import Instruction, Leaf, bits_of, leaves
+from jdp.hlo import Instruction, Leaf, leaves
 
 
 class Sent(NamedTuple):
@@ -91,10 +91,10 @@ def payload(
     given = [leaf for x in core.operands if x in named for leaf in leaves(named[x].shape)]
     if given:
         gathers = core.collective == "all-gather"
-        return sum(map(_size, given)) * (group if gathers else 1), _dtypes(given)
+        return sum(x.dense_bytes for x in given) * (group if gathers else 1), _dtypes(given)
     made = [x for x in leaves(core.shape) if x.dims or not isinstance(core.shape, list)]
     scatters = core.collective == "reduce-scatter"
-    return sum(map(_size, made)) * (group if scatters else 1), _dtypes(made)
+    return sum(x.dense_bytes for x in made) * (group if scatters else 1), _dtypes(made)
 
 
 FREE = frozenset(
@@ -103,17 +103,10 @@ FREE = frozenset(
 )
 
 
-def _size(leaf: Leaf) -> int:
-    count = 1
-    for dim in leaf.dims:
-        count *= dim
-    return -(-count * bits_of(leaf.dtype) // 8)
-
-
 def _dtypes(found: list[Leaf]) -> tuple[str, ...]:
     by_size: dict[str, int] = {}
     for leaf in found:
-        by_size[leaf.dtype] = by_size.get(leaf.dtype, 0) + _size(leaf)
+        by_size[leaf.dtype] = by_size.get(leaf.dtype, 0) + leaf.dense_bytes
     return tuple(sorted(by_size, key=lambda name: -by_size[name]))
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from jdp.holdings import human
 from jdp.memory import Memory
-from jdp.reporting import Report, microseconds
+from jdp.reporting import SENT_HEADERS, SENT_NUMBERS, Report, sent_cells
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -64,11 +64,9 @@ def rich_table(
 
 def report(found: Report) -> "RenderableType":
     """All that a report tells: verdict, collectives, memory, notes."""
-    where = found.target or f"{found.devices} {found.platform} devices"
-    axes = ", ".join(f"{name} {size}" for name, size in found.mesh.items())
     style = "bold red" if found.fits is False else "bold"
     parts: list[RenderableType] = [
-        Text(f"{where}  (mesh: {axes})", style="dim"),
+        Text(f"{found.where}  (mesh: {found.axes})", style="dim"),
         Text(found.verdict, style=style),
         Text(""),
     ]
@@ -83,46 +81,22 @@ def report(found: Report) -> "RenderableType":
 
 def _sent(found: Report) -> Table:
     """A row for each collective; columns in which nothing differs or stands are left out."""
-    headers = [
-        "collective",
-        "dtype",
-        "bytes",
-        "times",
-        "axes",
-        "time",
-        "exposed",
-        "x least",
-        "from",
-    ]
-    rows = [
-        (
-            x.kind + ("" if x.asynchronous else ", waits"),
-            "+".join(x.dtypes),
-            human(x.bytes),
-            f"{x.times}{' in loop' if x.in_loop else ''}",
-            ", ".join(x.axes) if len(found.mesh) > 1 else "",
-            microseconds(x.us),
-            microseconds(x.exposed_us),
-            f"{x.floor:.3g}",
-            x.where,
-        )
-        for x in found.collectives
-    ]
-    kept = [k for k, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
-    numbers = [place for place, k in enumerate(kept) if k in (2, 3, 5, 6, 7)]
+    rows = [sent_cells(x) for x in found.collectives]
+    left_out = {SENT_HEADERS.index("beside")}
+    left_out |= {SENT_HEADERS.index("axes")} if len(found.mesh) == 1 else set()
+    filled = {k for k, cells in enumerate(zip(*rows, strict=True)) if any(cells)}
+    kept = sorted(filled - left_out)
+    numbers = [place for place, k in enumerate(kept) if k in SENT_NUMBERS]
     shown = [[row[k] for k in kept] for row in rows]
-    return rich_table([headers[k] for k in kept], shown, numbers=numbers, title="What is sent")
+    return rich_table([SENT_HEADERS[k] for k in kept], shown, numbers=numbers, title="What is sent")
 
 
 def _memory(memory: Memory, limit: int | None) -> Table:
-    kinds = memory._fields[: memory._fields.index("total")]
     whole = limit or memory.total
-    rows = []
-    for kind in kinds:
-        size = getattr(memory, kind)
-        if size:
-            bar = "█" * round(40 * max(0, size) / whole)
-            rows.append((kind.replace("_", " "), human(size), bar))
+    rows = [
+        (name, human(size), "█" * round(40 * max(0, size) / whole))
+        for name, size in memory.kinds.items()
+    ]
     rows.append(("total", human(memory.total), ""))
     if limit:
         rows.append(("a device has", human(limit), ""))

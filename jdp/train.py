@@ -174,6 +174,7 @@ class TrainStep:
     Attributes:
         mesh: Its mesh.
         recipe: What it was built from.
+        options: The compiler options it is compiled with.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class TrainStep:
         self.mesh = mesh
         self.recipe = recipe
         self._donate = (0,) if donate else ()
-        self._options = dict(options) or None
+        self.options = dict(options)
         self._step = step
         self._compiled: Any = None
         self._treedef: Any = None
@@ -225,7 +226,11 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch: Any, *, shares: Any = None) -> Any:
         """The program, not yet compiled, for arrays or for shapes with shardings."""
-        return self._prepare(state, batch, shares)[0].lower(state, batch, shares)
+        return self.trace(state, batch, shares=shares).lower()
+
+    def trace(self, state: TrainState, batch: Any, *, shares: Any = None) -> Any:
+        """The step as traced: `.jaxpr` is what it computes, `.lower()` the program of it."""
+        return self._prepare(state, batch, shares)[0].trace(state, batch, shares)
 
     def _prepare(self, state: TrainState, batch: Any, shares: Any) -> tuple[Any, Any]:
         """The jitted step, checked, and the structure of the state it is for.
@@ -244,7 +249,7 @@ class TrainStep:
             self._step,
             donate_argnums=self._donate,
             out_shardings=(places, None),
-            compiler_options=self._options,
+            compiler_options=self.options or None,
         )
         traced = jitted.trace(state, batch, shares)
         check_order(traced.jaxpr.jaxpr, strict=True)

@@ -1,11 +1,8 @@
 """Reads what a program sends: from StableHLO (`lowered.as_text()`) or from compiled HLO."""
 
-import math
 import pathlib
 import re
 import sys
-
-import numpy as np
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -34,18 +31,6 @@ def lowered_collectives(stablehlo_text: str) -> list[tuple[str, str]]:
 
 
 def crosses(collective, per_node):
-    """Whether a group of a collective has devices of two nodes; all ways XLA writes groups."""
-    text = re.search(r"replica_groups=(\S+( \{[^}]*\})?)", collective.line).group(1)
-    if text.startswith("mesh"):
-        return "'node'" in text.split("]")[1]
-    if "<=" in text:
-        sizes, whole, order = re.match(
-            r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text
-        ).groups()
-        numbers = lambda digits: [int(d) for d in digits.split(",")]  # noqa: E731
-        ids = np.arange(math.prod(numbers(whole))).reshape(numbers(whole))
-        groups = (ids.transpose(numbers(order)) if order else ids).reshape(numbers(sizes)).tolist()
-    else:
-        groups = [list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text)]
-    assert groups, text
-    return any(len({device // per_node for device in group}) > 1 for group in groups)
+    """Whether a group of a collective has devices of two nodes."""
+    assert all(collective.groups), collective.line
+    return any(len({x // per_node for x in group}) > 1 for group in collective.groups)

@@ -57,7 +57,7 @@ def compiled_text(mesh, num_layers, *, bucket_bytes=None, wire_dtype=None, zero=
     if zero is None:
         tx = optax.chain(jdp.all_reduce(wire_dtype=wire_dtype, **bucket), optax.sgd(0.1))
     else:
-        tx, options = zero(optax.sgd(0.1)), options | schedule.COST_MODEL[platform(mesh)]
+        tx, options = zero(optax.sgd(0.1)), options | schedule.COST_MODEL.get(platform(mesh), {})
     step = jdp.train_step(loss_fn, tx, mesh, compiler_options=options)
 
     def shape(dims, dtype, *spec):

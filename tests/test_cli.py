@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+import jdp
 from jdp import cli
 from jdp.reporting import Report
 
@@ -52,8 +53,7 @@ def test_explain_writes_a_page(script, capsys, tmp_path):
 
 def test_what_does_not_fit_is_an_answer_with_a_code_of_its_own(script, monkeypatch, capsys):
     found = cli.scripts.first_step(script)
-    real = __import__("jdp.report", fromlist=["explain"]).explain
-    lacking = real(found.step, found.state, found.batch, cache=False)._replace(fits=False)
+    lacking = jdp.explain(found.step, found.state, found.batch, cache=False)._replace(fits=False)
     monkeypatch.setattr("jdp.report.explain", lambda *given, **more: lacking)
     assert cli.main(["explain", str(script)]) == cli.NO
     capsys.readouterr()
