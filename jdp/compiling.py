@@ -149,11 +149,12 @@ def _check_rows(batch: Any, mesh: Mesh, name: str) -> None:
             )
 
 
-def compile_for_report(lowered: Any) -> Outcome:
-    """Compiles; a refused option is left out with a note, a lack of memory is an answer.
+def compile_for_report(lowered: Any, platform: str) -> Outcome:
+    """Compiles; a lack of memory is an answer, times that cannot be modelled are left out.
 
     Args:
         lowered: `step.lower(state, batch)`.
+        platform: Of the devices that it is for.
 
     Returns:
         The outcome.
@@ -164,13 +165,28 @@ def compile_for_report(lowered: Any) -> Outcome:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
-            compiled = lowered.compile()
+            compiled, untold = _compiled(lowered, platform)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return Outcome(None, str(error), ())
     notes = tuple(str(x.message) for x in seen if "donat" in str(x.message))
-    return Outcome(compiled, "", notes)
+    return Outcome(compiled, "", (*notes, *untold))
+
+
+def _compiled(lowered: Any, platform: str) -> tuple[Any, tuple[str, ...]]:
+    """The program; without modelled times, and a note that says so, if only those are in the way.
+
+    XLA:GPU has no figures of some chips for its cost model (an A100, jax 0.10 and 0.12) and ends.
+    """
+    try:
+        return lowered.compile(), ()
+    except jax.errors.JaxRuntimeError as error:
+        untold = dict.fromkeys(COST_MODEL.get(platform, {}), False)
+        if not untold or "NOT_FOUND" not in str(error):
+            raise
+        note = f"The compiler has no model of times for this chip: {str(error).splitlines()[0]}."
+        return lowered.compile(compiler_options=untold), (note,)
 
 
 _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

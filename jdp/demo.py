@@ -18,7 +18,7 @@ import jdp
 
 _CONTEXT = 8  # bytes that the network sees
 _WIDTH = 64
-_BATCH = 64
+_MICROBATCH = 8  # examples; a step has one for each device, on one device and on all
 
 
 def demo(steps: int = 60, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def demo(steps: int = 60, say: Callable[[str], None] = print) -> dict[str, Any]:
 
 def _train(steps: int, mesh: jax.sharding.Mesh) -> list[float]:
     tx = optax.chain(jdp.all_reduce(), optax.adam(3e-3))
-    step = jdp.train_step(_loss, tx, mesh, microbatch=_BATCH // jax.device_count() or 1)
+    step = jdp.train_step(_loss, tx, mesh, microbatch=_MICROBATCH)
     state = jdp.init_state(_params(), tx, mesh)
     losses = []
     for batch in _batches(steps):
@@ -76,7 +76,7 @@ def _batches(steps: int) -> Iterator[np.ndarray]:
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("a*.py")))
     data = np.frombuffer(text, np.uint8).astype(np.int32)
-    draw = np.random.default_rng(0)
+    draw, rows = np.random.default_rng(0), _MICROBATCH * jax.device_count()
     for _ in range(steps):
-        starts = draw.integers(0, len(data) - _CONTEXT, _BATCH)
+        starts = draw.integers(0, len(data) - _CONTEXT, rows)
         yield data[starts[:, None] + np.arange(_CONTEXT + 1)]

@@ -110,7 +110,7 @@ def explain(
             return known._replace(cached=True)
         say(f"compiling for {target or device.platform}, which may take a minute")
         begin = time.perf_counter()
-        outcome = compile_for_report(lowered)
+        outcome = compile_for_report(lowered, device.platform)
         seconds = time.perf_counter() - begin
         say("reading the program")
         made = _report(job, held, outcome, chip, traced, there)
@@ -267,7 +267,7 @@ def _verdict(report: Report, chip: Chip | None, lack: str) -> str:
         )
     if report.step_us is None or chip is None:
         sent = human(round(report.floor.sent))
-        return f"Each device sends {sent} a step. No times: the compiler for CPUs models none."
+        return f"Each device sends {sent} a step. No times: its compiler models none."
     return _bound(report, chip)
 
 

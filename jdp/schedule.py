@@ -52,7 +52,7 @@ def walk(text: str, mesh: Mesh, *, seconds: Seconds | None = None) -> Walked:
     device = mesh.devices.flat[0]
     clock = _Walk(parse(text), Frames(text), mesh, seconds)
     clock.run(clock.program.computations[clock.program.entry])
-    timed = device.platform != "cpu"
+    timed = device.platform != "cpu" and clock.compute > 0  # else nobody told any
     rows = tuple(clock.row(x, timed) for x in clock.rows.values())
     total = lambda of: sum(of(x) or 0.0 for x in rows) if timed else None  # noqa: E731
     return Walked(

@@ -105,6 +105,12 @@ def test_the_demo_learns_and_agrees_with_one_device(capsys):
     assert found["difference"] < 1e-5
 
 
+def test_the_demo_runs_on_any_number_of_devices():
+    command = [sys.executable, "-m", "jdp", "demo", "--devices", "3", "--steps", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout)["devices"] == 3
+
+
 def test_the_module_runs_and_says_what_is_missing(tmp_path):
     (tmp_path / "tyro.py").write_text("raise ModuleNotFoundError('no tyro', name='tyro')")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from jdp.__main__ import main; "

@@ -8,7 +8,7 @@ import pytest
 
 import jdp
 from jdp import targets
-from jdp.compiling import asked_and_limit
+from jdp.compiling import CHEAP, asked_and_limit
 from jdp.flops import flops
 from jdp.report import Report, explain
 
@@ -193,11 +193,20 @@ def test_a_model_that_is_too_large_is_an_answer(width, rows, state_fits):
 
 @pytest.mark.aot
 def test_an_option_that_the_compiler_refuses_is_a_note(monkeypatch):
-    monkeypatch.setitem(
-        __import__("jdp.compiling", fromlist=["CHEAP"]).CHEAP, "tpu", {"xla_no_such_option": True}
-    )
+    monkeypatch.setitem(CHEAP, "tpu", {"xla_no_such_option": True})
     found = explained(PLAIN, there("tpu"))
     assert any("does not know xla_no_such_option" in note for note in found.notes)
+
+
+@pytest.mark.aot
+def test_a_chip_whose_times_the_compiler_cannot_model():
+    there("gpu")
+    found = explained(PLAIN, "a100:8")
+    assert any("no model of times for this chip" in note for note in found.notes)
+    assert (found.compute_us, found.step_us, found.spans) == (None, None, ())
+    assert "No times" in found.verdict
+    assert found.fits
+    assert found.floor.ratio == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.aot
