@@ -39,7 +39,7 @@ def demo(steps: int = 60, say: Callable[[str], None] = print) -> dict[str, Any]:
         say(f"  step {number:3}   1 device {one[number]:.6f}   all devices {every[number]:.6f}")
     difference = max(abs(a - b) for a, b in zip(one, every, strict=True))
     say(f"The same curve on one device and on all: largest difference {difference:.1e} nats.")
-    say("Next: README.md, and `jdp explain`, `jdp plan`, `jdp doctor` on a script of yours.")
+    say("Next: README.md, and `jdp explain` on a script of yours.")
     return {
         "devices": jax.device_count(),
         "first_loss": every[0],

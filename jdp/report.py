@@ -285,7 +285,7 @@ def _bound(report: Report, chip: Chip) -> str:
     hidden = report.hidden
     hides = "" if hidden is None or not report.sent_us else f" {hidden:.0%} of it is hidden."
     waits = [x for x in report.collectives if x.exposed_us]
-    if share > 0.3 and waits:  # the share that people act on, see `jdp.doctor`
+    if share > 0.3 and waits:  # the share that people act on
         worst = max(waits, key=lambda x: x.exposed_us or 0.0)
         return (
             f"Communication-bound: {share:.0%} of a step of {microseconds(step)} waits for it, "

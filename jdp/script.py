@@ -79,7 +79,7 @@ def first_step(
         shapes: Let `jdp.init_state` make shapes instead of arrays, for models that are larger than
             this machine. (Parameters given as a function are then never made.)
         plain: Take what communicates or places out of its transformation, so that the plain
-            optimizer is left, as `jdp.plan` wants it.
+            optimizer is left.
 
     Returns:
         Step, state and batch.
