@@ -44,7 +44,7 @@ def groups(instruction: Instruction, count: int) -> Groups:
         return _listed(pairs.group(1))
     found = re.search(
         r"replica_groups=(\{[{}\d,\s]*\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
-        r"|@?\w*\[[^\]]*\](?:,\s*device_ids=\([^)]*\))?\s*\{[^}]*\})",
+        r"|@?\w*\[[^\]]*\](?:,\s*device_ids=\((?:[^()]|\([\d,]*\))*\))?\s*\{[^}]*\})",
         attributes,
     )
     if found is None:
@@ -75,11 +75,16 @@ def _listed(text: str) -> Groups:
 
 def _iota(text: str) -> Groups:
     """[groups,size]<=[dims]T(order): 0, 1, ... of shape dims, transposed, then regrouped."""
-    shape, dims, *order = re.findall(r"[\[(]([\d,]+)[\])]", text)
+    shape, _, turned = text.partition("<=")
+    rows = _turned(turned).reshape(_ints(shape[1:-1]))
+    return tuple(tuple(int(x) for x in row) for row in rows)
+
+
+def _turned(text: str) -> np.ndarray:
+    """[dims]T(order): 0, 1, ... of shape dims, transposed."""
+    dims, *order = re.findall(r"[\[(]([\d,]+)[\])]", text)
     ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
-    if order:
-        ids = ids.transpose(_ints(order[0]))
-    return tuple(tuple(int(x) for x in row) for row in ids.reshape(_ints(shape)))
+    return ids.transpose(_ints(order[0])) if order else ids
 
 
 def _ints(text: str) -> list[int]:
@@ -89,7 +94,8 @@ def _ints(text: str) -> list[int]:
 def _by_axes(text: str) -> Groups:
     """mesh['a'=2,'b'=4] {'b'}: the devices that differ along b only.
 
-    An axis may be used in part: 'b':(2)2 is the part of size 2 behind one of size 2.
+    An axis may be used in part: 'b':(2)2 is the part of size 2 behind one of size 2. Devices in
+    another order follow the axes, listed or transposed: device_ids=(2,0,3,1) or ([2,2]T(1,0)).
     """
     head, _, used = text.partition("{")
     sizes = {name: int(size) for name, size in re.findall(r"['\"]([^'\"]+)['\"]=(\d+)", head)}
@@ -103,8 +109,10 @@ def _by_axes(text: str) -> Groups:
             places.append(len(dims) + 1)
         dims += [before, part, size // (before * part)]
     order = [d for d in range(len(dims)) if d not in places] + places
-    listed = re.search(r"device_ids=\(([^)]*)\)", head)
-    ids = np.array(_ints(listed.group(1))) if listed else np.arange(math.prod(dims))
+    ids = np.arange(math.prod(dims))
+    if placed := re.search(r"device_ids=\((.*)\)", head):
+        written = placed.group(1)
+        ids = _turned(written) if written.startswith("[") else np.array(_ints(written))
     rows = ids.reshape(dims).transpose(order).reshape(-1, math.prod(dims[p] for p in places))
     return tuple(tuple(int(x) for x in row) for row in rows)
 

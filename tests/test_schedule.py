@@ -59,6 +59,16 @@ def instruction(attributes, name="x"):
         ("replica_groups=mesh['a'=2,'b'=4] {'a'}", ((0, 4), (1, 5), (2, 6), (3, 7)), ("a",)),
         ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", (tuple(range(8)),), ("a", "b")),
         ("replica_groups=mesh['z'=8] {'z':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7)), ("b",)),
+        (
+            "replica_groups=mesh['m'=2,'n'=4], device_ids=([4,2]T(1,0)) {'n'}",
+            ((0, 2, 4, 6), (1, 3, 5, 7)),
+            ("a", "b"),
+        ),
+        (
+            "replica_groups=mesh['m'=4,'n'=2], device_ids=(0,4,1,5,2,6,3,7) {'n'}",
+            ((0, 4), (1, 5), (2, 6), (3, 7)),
+            ("a",),
+        ),
         ("source_target_pairs={{0,1},{1,2},{2,3},{3,0}}", ((0, 1), (1, 2), (2, 3), (3, 0)), ("b",)),
     ],
 )
