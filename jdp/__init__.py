@@ -18,7 +18,9 @@ Floors, each importing only from those above it:
     precision, finite, offload, local, local_step, local_state
     state, restage, update, train, evaluate, check, drift, hlo, live, holdings, memory, hardware
     sent, groups, origin, costs, flops, targets, schedule, compiling, reporting, report, contract,
-    tables, page, script, demo, cli
+    tables, page; sizes, probe, memory_model, step_time, strategy, planned, wanted, split_advice,
+    planning; links, trace, silent, payoff_facts, pays, findings, diagnosis, watch, machine,
+    diagnose; script, demo, cli
 
 What is on the last floor is imported when it is first used.
 """
@@ -77,19 +79,29 @@ from jdp.zero import zero1, zero2, zero3
 
 if TYPE_CHECKING:
     from jdp.contract import Contract, ContractError
+    from jdp.diagnose import doctor
+    from jdp.diagnosis import Diagnosis
+    from jdp.links import Links
+    from jdp.machine import Machine, doctor_machine
+    from jdp.planned import Plan
+    from jdp.planning import plan
     from jdp.report import explain
     from jdp.reporting import Report
+    from jdp.strategy import Strategy
 
 __all__ = [
     "Balanced",
     "CompressedState",
     "Contract",
     "ContractError",
+    "Diagnosis",
     "Drift",
     "DriftError",
     "Holdings",
+    "Links",
     "LocalState",
     "LossScaleState",
+    "Machine",
     "MasterWeightsState",
     "Mean",
     "Memory",
@@ -98,11 +110,13 @@ __all__ = [
     "Padded",
     "PerReplica",
     "Placement",
+    "Plan",
     "PowerMemory",
     "Precision",
     "Reduced",
     "Report",
     "SkipState",
+    "Strategy",
     "TrainState",
     "TrainStep",
     "ZeroState",
@@ -120,6 +134,8 @@ __all__ = [
     "compute_in",
     "data_axes",
     "diloco",
+    "doctor",
+    "doctor_machine",
     "drop_window",
     "dynamic_loss_scale",
     "emulate_devices",
@@ -149,6 +165,7 @@ __all__ = [
     "nodes",
     "offload",
     "per_replica_norms",
+    "plan",
     "power_sgd",
     "random_k",
     "rebalance",
@@ -168,13 +185,21 @@ __all__ = [
 _LATER = {
     "Contract": "jdp.contract",
     "ContractError": "jdp.contract",
+    "Diagnosis": "jdp.diagnosis",
+    "Links": "jdp.links",
+    "Machine": "jdp.machine",
+    "Plan": "jdp.planned",
     "Report": "jdp.reporting",
+    "Strategy": "jdp.strategy",
+    "doctor": "jdp.diagnose",
+    "doctor_machine": "jdp.diagnose",
     "explain": "jdp.report",
+    "plan": "jdp.planning",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what explains a program, when it is asked for."""
+    """Imports what explains, plans and diagnoses, when it is asked for."""
     if name not in _LATER:
         raise AttributeError(f"module 'jdp' has no attribute {name!r}")
     return getattr(importlib.import_module(_LATER[name]), name)

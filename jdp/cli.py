@@ -1,15 +1,18 @@
-"""The `jdp` command.
+"""The `jdp` command: explain, plan and doctor for a script, or for the machine.
 
-    jdp explain train.py --target h100:2x8      what the compiler makes of a script's step
-    jdp explain train.py --html page.html -- --steps 50
-    jdp demo                                    a few seconds that show what jdp does
+    jdp doctor                                  what this machine has; its links, measured
+    jdp doctor train.py -- --steps 50           where the time of a run goes
+    jdp explain train.py --target h100:2x8      what the compiler makes of the step
+    jdp plan train.py --target v5e:4x4          which strategy, and what it would take
+    jdp demo                                    half a minute that shows what jdp does
 
 The script is any that calls a step of `jdp.train_step`; what follows `--` is given to it. Results
 go to standard output, as tables or, with --json, as one JSON document; everything that is said on
 the way goes to standard error. The command ends with one of these codes:
 
     0  done        1  failed: the script, or the compiler        2  asked for something wrong
-    3  done, and the answer is no: it does not fit    130  interrupted
+    3  done, and the answer is no: it does not fit, or something that is needed is missing
+    130  interrupted
 """
 
 import contextlib
@@ -73,6 +76,86 @@ class Explain:
 
 
 @dataclasses.dataclass(frozen=True)
+class Plan:
+    """Find the strategy for a script's loss, parameters and optimizer.
+
+    The script runs up to its first step. What its transformation sends or places is taken out; the
+    ways to do so are enumerated, the hopeless ones left out by formula, and the best compiled.
+    """
+
+    script: _Script
+    """The training script; give it arguments after `--`."""
+    target: _Target = None
+    """Devices to plan for, such as "v5e:4x4" or "h100:2x8" (2 hosts of 8); without it, those that
+    the script uses."""
+    global_batch: int | None = None
+    """Examples of a step, over all devices; without it, as many as the script's."""
+    compile_best: int = 3
+    """How many of the ways to compile."""
+    shapes: bool = False
+    """Let jdp.init_state make shapes instead of arrays, for a model too large for this machine.
+    The script gives it the parameters as a function."""
+    json: bool = False
+    """Write one JSON document instead of tables."""
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Does it; returns the exit code."""
+        from jdp import planning
+
+        with _only_results(self.json):
+            job = scripts.first_step(self.script, arguments, shapes=self.shapes, plain=True)
+            if job.removed:
+                _say(f"Taken out of the script's transformation: {', '.join(job.removed)}.")
+            recipe = job.step.recipe
+            found = planning.plan(
+                recipe.loss_fn,
+                job.state.params,
+                job.batch,
+                recipe.tx,
+                target=self.target,
+                global_batch=self.global_batch,
+                compile_best=self.compile_best,
+            )
+        _show(found, self.json)
+        return NO if found.best is None else OK
+
+
+@dataclasses.dataclass(frozen=True)
+class Doctor:
+    """Examine this machine or, given a script, where the time of its run goes.
+
+    Without a script: versions, devices, memory, links as measured, and whether what is needed is
+    there. With one: the script runs for some steps, is traced, and is stopped; findings are
+    ranked by what they would gain, each with the argument to change.
+    """
+
+    script: Annotated[Path | None, tyro.conf.Positional] = None
+    """The training script, none for the machine; give it arguments after `--`."""
+    steps: int = 20
+    """Steps to measure."""
+    devices: int = 8
+    """CPU devices to emulate for the machine's links where there is no GPU or TPU."""
+    json: bool = False
+    """Write one JSON document instead of tables."""
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Does it; returns the exit code."""
+        from jdp import diagnose
+
+        def examine(step: Any, state: Any, batches: Any) -> Any:
+            return diagnose.doctor(step, state, batches, steps=self.steps)
+
+        with _only_results(self.json):
+            if self.script is None:
+                jdp.emulate_devices(self.devices)
+                found = diagnose.doctor_machine()
+            else:
+                found = scripts.follow(self.script, arguments, examine)
+        _show(found, self.json)
+        return NO if getattr(found, "complete", True) is False else OK
+
+
+@dataclasses.dataclass(frozen=True)
 class Demo:
     """Train a small model on one device and on all of them, and compare."""
 
@@ -96,7 +179,7 @@ class Demo:
         return OK
 
 
-COMMANDS = {"explain": Explain, "demo": Demo}
+COMMANDS = {"doctor": Doctor, "explain": Explain, "plan": Plan, "demo": Demo}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

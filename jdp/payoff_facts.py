@@ -1,0 +1,269 @@
+"""What predictions start from: a step's time, its links, its bytes, and what a reduction takes.
+
+    step, state, batch, links or target  -->  Facts
+    an Optax reduction, a state, a mesh  -->  its lowered program; seconds of it without sending
+
+Facts of the devices at hand are measured or read from the compiled step, those of a target from
+`jdp.explain`. What follows from them is said in `jdp.pays`.
+"""
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdp.costs import collective_seconds
+from jdp.hardware import Link
+from jdp.links import Links, measure
+from jdp.mesh import axis_size, data_axes
+from jdp.padded import is_padded, logical
+from jdp.reduce import all_reduce
+from jdp.replica import PerReplica
+from jdp.report import explain
+from jdp.schedule import walk
+from jdp.silent import silence_program
+from jdp.split import find_placement
+from jdp.state import init_state
+from jdp.targets import mesh_for
+from jdp.targets import target as find_target
+from jdp.train import TrainStep
+from jdp.zero import zero1
+
+_ALONE_SECONDS = 3.0  # to measure links for, where none were given
+
+
+class Facts(NamedTuple):
+    """What all predictions start from; seconds and bytes."""
+
+    replicas: int
+    nodes: int
+    step: float
+    exposed: float  # of the step
+    modelled: float  # all its collectives, by the model
+    sent: float  # bytes that a device sends
+    optimizer: float  # reading and writing of parameters, gradients and optimizer state
+    grads: int  # bytes of the gradients in float32
+    params: int  # bytes of the parameters, whole
+    opt_state: int  # bytes of the optimizer state, whole
+    stage: int
+    seconds: Callable[[str, float], float]  # of a collective of a kind and size
+    crossing: float  # of what crosses between nodes when float32 gradients are reduced
+    # of the step's exchange of gradients run alone, and of another reduction's; `None` if not timed
+    now_alone: float | None = None
+    alone: Callable[[Any], float] | None = None
+
+
+def here(
+    step: TrainStep, state: Any, batch: Any, links: Any, step_seconds: float, exposed: float
+) -> Facts:
+    """Facts of the devices at hand."""
+    mesh = step.mesh
+    axes = data_axes(mesh)
+    replicas = axis_size(mesh, axes)
+    timed = links is None  # links that were given are to be believed
+    if timed and replicas > 1:
+        links = measure(mesh, sizes=(2**14, 2**22), seconds=_ALONE_SECONDS)
+    inner, outer, nodes = _two_links(links, mesh, axes)
+    seconds = _model(replicas, inner, outer, nodes)
+    collectives = walk(step.lower(state, batch).compile().as_text(), mesh).collectives
+    modelled = sum(row.times * seconds(row.kind, row.bytes) for row in collectives)
+    sizes, sent = _sizes(state), sum(row.wire_bytes for row in collectives)
+    now_alone = alone = None
+    if timed and replicas > 1:
+        alone = functools.partial(_alone_seconds, state=state, mesh=mesh)
+        if find_placement(state.opt_state) is None:
+            whole = 2 * (replicas - 1) / replicas * sizes[0]
+            now_alone = alone(all_reduce()) * sent / whole
+        else:
+            now_alone = alone(zero1(optax.scale(-1.0)))
+    optimizer = _update_seconds(step, state)
+    return Facts(
+        replicas,
+        nodes,
+        step_seconds,
+        exposed,
+        modelled,
+        sent,
+        optimizer,
+        *sizes,
+        _stage(state),
+        seconds,
+        _crossing(sizes[0], outer, nodes, replicas),
+        now_alone,
+        alone,
+    )
+
+
+def on_target(
+    step: TrainStep, state: Any, batch: Any, name: str, links: Any
+) -> tuple[Facts, Mesh, float]:
+    """Facts of a target, from the report on the step compiled for it."""
+    there = find_target(name)
+    mesh, found = mesh_for(there, step.mesh), explain(step, state, batch, name)
+    if found.step_us is None or found.exposed_us is None:
+        raise ValueError(
+            f"The step does not compile for {name} ({found.verdict}), so it has no time there to "
+            "gain from. Choose a larger target, or ask jdp.plan what fits."
+        )
+    replicas = axis_size(mesh, data_axes(mesh))
+    link = links if isinstance(links, Link) else there.chip.inner
+    seconds = _model(replicas, link, there.chip.outer, there.nodes)
+    sizes = _sizes(state)
+    traffic = _traffic(sizes, find_placement(state.opt_state), replicas)
+    facts = Facts(
+        replicas,
+        there.nodes,
+        found.step_us / 1e6,
+        found.exposed_us / 1e6,
+        sum(row.times * seconds(row.kind, row.bytes) for row in found.collectives),
+        sum(row.wire_bytes for row in found.collectives),
+        traffic / there.chip.memory_bytes_per_s,
+        *sizes,
+        _stage(state),
+        seconds,
+        _crossing(sizes[0], there.chip.outer, there.nodes, replicas),
+    )
+    return facts, mesh, there.chip.memory_bytes_per_s
+
+
+def _two_links(
+    links: Any, mesh: Mesh, axes: tuple[str, ...]
+) -> tuple[Link | None, Link | None, int]:
+    """The link within a node, that between nodes, and how many nodes there are."""
+    if not isinstance(links, Links):
+        return links, None, 1
+    several = [axis for axis in axes if axis in links.axes]
+    if len(several) == 2:  # the outer axis comes first
+        return links.axes[several[1]], links.axes[several[0]], mesh.shape[several[0]]
+    return (links.axes[several[0]] if several else None), None, 1
+
+
+def _model(
+    replicas: int, inner: Link | None, outer: Link | None, nodes: int
+) -> Callable[[str, float], float]:
+    def seconds(kind: str, size: float) -> float:
+        if replicas == 1 or inner is None:
+            return 0.0
+        return collective_seconds(kind, size, replicas, inner, outer=outer, nodes=nodes)
+
+    return seconds
+
+
+def _crossing(grads: int, outer: Link | None, nodes: int, replicas: int) -> float:
+    if outer is None or nodes == 1:
+        return 0.0
+    return collective_seconds("all-reduce", grads * nodes / replicas, nodes, outer)
+
+
+def _sizes(state: Any) -> tuple[int, int, int]:
+    """Bytes of gradients in float32, of parameters and of optimizer state, all of them whole."""
+
+    def size(tree: Any, each: int | None = None) -> int:
+        leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype") and hasattr(x, "shape")]
+        leaves = [x for x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+        return sum(math.prod(x.shape) * (each or x.dtype.itemsize) for x in leaves)
+
+    return size(state.params, 4), size(state.params), size(state.opt_state)
+
+
+def _traffic(sizes: tuple[int, int, int], placement: Any, replicas: int) -> float:
+    """Bytes that an update reads and writes on a device: gradients, and the rest twice."""
+    grads, params, opt_state = sizes
+    return (grads + 2 * params + 2 * opt_state) / (replicas if placement else 1)
+
+
+def _stage(state: Any) -> int:
+    """The ZeRO stage of a state; 0 for none."""
+    placement = find_placement(state.opt_state)
+    return 0 if placement is None else int(placement.stage)
+
+
+def memory_rate_of(mesh: Mesh) -> float:
+    """Bytes a second that each device reads and writes while all do, timed on 16 MB of each."""
+    count = 2**21
+    placed = NamedSharding(mesh, P(mesh.axis_names))
+    x = jax.jit(lambda: jnp.zeros(count * mesh.size), out_shardings=placed)()
+    return 8 * count / _timed(jax.jit(lambda x: x * 2 + 1), x)
+
+
+def _timed(run: Callable[..., Any], *arguments: Any) -> float:
+    found = []
+    for _ in range(6):
+        start = time.perf_counter()
+        jax.block_until_ready(run(*arguments))
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])
+
+
+def _update_seconds(step: TrainStep, state: Any) -> float:
+    """Seconds of the step's own update without communication, timed where that is simple."""
+    placement, mesh = find_placement(state.opt_state), step.mesh
+    if placement is None:
+        lowered, shapes = reduction(step.recipe.tx, state, mesh, applied=True)
+        run, (grads, opt_state, params) = silence_program(lowered).run, _zeros(shapes)
+        held = [opt_state, params]  # consumed and made anew, as in the step
+
+        def once() -> Any:
+            held[1], held[0] = run(grads, *held)
+            return held
+
+        return _timed(once)
+    # ZeRO's gradients may be reduced already, in ways that only its step knows
+    replicas = axis_size(mesh, data_axes(mesh))
+    return _traffic(_sizes(state), placement, replicas) / memory_rate_of(mesh)
+
+
+def reduction(tx: Any, state: Any, mesh: Mesh, *, applied: bool = False) -> tuple[Any, Any]:
+    """The program of a reduction alone, lowered, and the shapes that it is given.
+
+    Or of a whole transformation on the state's own optimizer state, its updates applied.
+    """
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        logical(state.params),
+        is_leaf=is_padded,
+    )
+    axes = data_axes(mesh)
+    count, where = axis_size(mesh, axes), NamedSharding(mesh, P(axes))
+
+    def gradient(x: Any) -> PerReplica:
+        value = jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=where)
+        return PerReplica(value, axes=axes, mesh=mesh)
+
+    def program(grads: Any, opt_state: Any, params: Any) -> Any:
+        extended = optax.with_extra_args_support(tx)
+        updates, opt_state = extended.update(grads, opt_state, params, value=jnp.zeros(()))
+        return (optax.apply_updates(params, updates) if applied else updates), opt_state
+
+    grads = jax.tree.map(gradient, params)
+    source = state if applied else init_state(params, tx, mesh)
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)  # noqa: E731
+    given = jax.tree.map(shape, (grads, source.opt_state, source.params))
+    return jax.jit(program, donate_argnums=(1, 2) if applied else ()).lower(*given), given
+
+
+def silent_seconds(tx: Any, state: Any, mesh: Mesh) -> float:
+    """Seconds of a reduction that sends nothing: of its encoding."""
+    lowered, shapes = reduction(tx, state, mesh)
+    return _timed(silence_program(lowered).run, *_zeros(shapes))
+
+
+def _alone_seconds(tx: Any, state: Any, mesh: Mesh) -> float:
+    """Seconds of a reduction run alone, encoding and all."""
+    lowered, shapes = reduction(tx, state, mesh)
+    return _timed(lowered.compile(), *_zeros(shapes))
+
+
+def _zeros(shapes: Any) -> Any:
+    """Zeros of shapes, where these lie."""
+    places = jax.tree.map(lambda x: x.sharding, shapes)
+    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
+    return jax.jit(zeros, out_shardings=places)()
