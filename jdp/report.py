@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jdp.asked import as_asked, sends
 from jdp.compiling import (
     Job,
     Outcome,
@@ -114,6 +115,7 @@ def explain(
         seconds = time.perf_counter() - begin
         say("reading the program")
         made = _report(job, held, outcome, chip, traced, there)
+        made = made._replace(collectives=as_asked(made.collectives, sends(lowered)))
     found = made._replace(compile_s=seconds, notes=(*made.notes, *outcome.notes))
     if kept is not None:
         _write(kept, found)
@@ -145,7 +147,9 @@ def _report(
         memory, limit = _lacking(held, job, used), told or limit
         fits = False
     else:
-        walked = walk(compiled.as_text(), mesh, seconds=_seconds(chip, mesh, target))
+        rate = None if limit is None or chip is None else chip.memory_bytes_per_s
+        seconds = _seconds(chip, mesh, target)
+        walked = walk(compiled.as_text(), mesh, seconds=seconds, memory_rate=rate)
         memory = memory_of(compiled, job.state, job.batch)
         fits = None if limit is None else memory.total <= limit
     count = None if traced is None else flops(traced.jaxpr, mesh.size)
@@ -249,8 +253,10 @@ def _floor(job: Job, collectives: tuple[Sent, ...]) -> Floor:
     ratio = sent / least if least else 1.0
     words = (
         f"{human(round(sent))} by each device; {what} needs {times} (N-1)/N x {human(size)} = "
-        f"{human(round(least))} at N = {count}: {ratio:.3g} times the least."
+        f"{human(round(least))} at N = {count}: {ratio:.3g} times that."
     )
+    if ratio < 0.99:
+        words += " The compiler gathers some parameters once only, or in a narrower dtype."
     return Floor(sent, least, ratio, words)
 
 

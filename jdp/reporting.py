@@ -20,7 +20,8 @@ class Floor(NamedTuple):
 
     Attributes:
         sent: Bytes that a device sends in a step, in rings.
-        least: The least for this strategy, without compression.
+        least: What this strategy needs, without compression. A compiler may do with less for stage
+            3, where it keeps what it gathered last.
         ratio: sent / least; 1 where nothing has to be sent and nothing is.
         words: The formula, with its numbers.
     """

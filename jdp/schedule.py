@@ -38,19 +38,22 @@ _CYCLES_PER_S = {"TPU v5 lite": 1.5e9, "TPU v5": 1.75e9, "TPU v6 lite": 1.75e9, 
 _MOST_SPANS = 1500  # a page shows no more
 
 
-def walk(text: str, mesh: Mesh, *, seconds: Seconds | None = None) -> Walked:
+def walk(
+    text: str, mesh: Mesh, *, seconds: Seconds | None = None, memory_rate: float | None = None
+) -> Walked:
     """Walks a compiled program.
 
     Args:
         text: `compiled.as_text()`, compiled with the options `COST_MODEL` of its platform.
         mesh: The mesh it was compiled for.
         seconds: How long a collective takes that the compiler tells no time of.
+        memory_rate: Bytes per second of the device's memory, if known.
 
     Returns:
         What it sends and computes.
     """
     device = mesh.devices.flat[0]
-    clock = _Walk(parse(text), Frames(text), mesh, seconds)
+    clock = _Walk(parse(text), Frames(text), mesh, seconds, memory_rate)
     clock.run(clock.program.computations[clock.program.entry])
     timed = device.platform != "cpu" and clock.compute > 0  # else nobody told any
     rows = tuple(clock.row(x, timed) for x in clock.rows.values())
@@ -94,10 +97,15 @@ class _Walk:
     """The clock of a device, what is under way, and what it waits for."""
 
     def __init__(
-        self, program: Program, frames: Frames, mesh: Mesh, seconds: Seconds | None
+        self,
+        program: Program,
+        frames: Frames,
+        mesh: Mesh,
+        seconds: Seconds | None,
+        memory_rate: float | None,
     ) -> None:
         self.program, self.mesh = program, mesh
-        self._frames, self._seconds = frames, seconds
+        self._frames, self._seconds, self._memory_rate = frames, seconds, memory_rate
         self._cycles = _CYCLES_PER_S.get(mesh.devices.flat[0].device_kind, 1.5e9)
         self._tpu = mesh.devices.flat[0].platform == "tpu"
         self.now = self.compute = self._wire_free = self.moved = 0.0
@@ -270,7 +278,10 @@ class _Walk:
         if instruction.opcode in FREE:
             return
         spent = self._compute_us(instruction)
-        self.moved += self._moved(instruction, named)
+        moved = float(self._moved(instruction, named))
+        if spent and self._memory_rate is not None:  # operands may be read in part
+            moved = min(moved, 1e-6 * spent * self._memory_rate)
+        self.moved += moved
         for flight in self._flights.values():
             what = short(instruction)
             flight.row.beside[what] = flight.row.beside.get(what, 0.0) + spent
@@ -290,10 +301,19 @@ class _Walk:
         on_chip = {1} if self._tpu else set()
         made = sum(x.bytes for x in leaves(instruction.shape) if x.space not in on_chip)
         read = [leaf for x in instruction.operands if x in named for leaf in leaves(named[x].shape)]
-        if "dynamic-update-slice" in instruction.name or "dynamic-slice" in instruction.name:
-            small = [x.bytes for x in (*read, *leaves(instruction.shape)) if x.bytes]
-            return 2 * min(small, default=0)  # a part of something larger, in place
+        if self._root(instruction) in ("dynamic-slice", "dynamic-update-slice"):
+            parts = [x.bytes for x in (*read, *leaves(instruction.shape)) if x.dims]
+            return 2 * min(parts, default=0)  # of something larger that stays where it is
         return made + sum(x.bytes for x in read if x.space not in on_chip)
+
+    def _root(self, instruction: Instruction) -> str:
+        """What it does, or what comes out of it if it is a fusion."""
+        called = instruction.called("calls") if "fusion" in instruction.opcode else []
+        if not called:
+            return instruction.opcode
+        inside = self.program.computations[called[0]].instructions
+        made = [x.opcode for x in inside if x.opcode not in FREE]
+        return made[-1] if made else instruction.opcode
 
     def _span(
         self, lane: str, name: str, us: float, row: int | None, start: float | None = None

@@ -30,7 +30,8 @@ class Sent(NamedTuple):
         exposed_us: Of these, microseconds that nothing is computed.
         source: The line of the user's code that it comes from, such as "model.py:41"; "" if none.
         made_by: What asked for it: a transformation or function of jdp, or "the compiler".
-        floor: Bytes sent over the least that sends each of its values once.
+        floor: Bytes sent over the least that sends each of its values once; 2 for an all-reduce
+            that the compiler put where a reduce-scatter was asked for.
     """
 
     name: str
@@ -71,7 +72,8 @@ class Walked(NamedTuple):
     """What was found: collectives in the order they start, the timeline, microseconds of a step.
 
     Times are `None` where the compiler models none. `bytes_moved` are the bytes that a device's
-    compute reads and writes in its memory.
+    compute reads and writes in its memory: whole operands and results, but of an operation whose
+    time is known no more than the memory could move in it.
     """
 
     collectives: tuple[Sent, ...]

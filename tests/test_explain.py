@@ -8,9 +8,11 @@ import pytest
 
 import jdp
 from jdp import targets
+from jdp.asked import as_asked
 from jdp.compiling import CHEAP, asked_and_limit
 from jdp.flops import flops
 from jdp.report import Report, explain
+from jdp.sent import Sent
 
 WIDTH, LAYERS, ROWS = 256, 3, 64
 TARGETS = {"tpu": "v5e:4x4", "gpu": "h100:2x4"}
@@ -159,6 +161,12 @@ def test_a_step_on_a_target(platform, monkeypatch):
     assert 0 <= found.hidden <= 1
     assert found.floor.ratio == pytest.approx(1, abs=0.05) or platform == "tpu"
     assert all(x.axes == ("data",) and x.us > 0 for x in found.collectives)
+    # libtpu reduces to every device what was asked for in parts: twice the bytes
+    floors = {x.kind: round(x.floor, 3) for x in found.collectives if x.bytes > 1000}
+    reduced = {"tpu": {"all-reduce": 2.0}, "gpu": {"reduce-scatter": 1.0}}[platform]
+    assert floors == {"all-gather": 1.0} | reduced
+    in_time = found.compute_us * 1e-6 * targets.target(target).chip.memory_bytes_per_s
+    assert 0 < found.bytes_moved < 1.5 * in_time  # copies have no times of their own
     assert found.verdict.split(":")[0] in ("Communication-bound", "Compute-bound", "Memory-bound")
     assert {span.lane for span in found.spans} == {"compute", "communication"}
     assert found.memory.total < found.memory_limit
@@ -222,3 +230,27 @@ def test_meshes_of_targets():
     three = jdp.make_mesh(("data", "model"), (1, 3), devices=devices[:3])
     with pytest.raises(ValueError, match=r"h100:2x4 has 8 devices, which the mesh axes .* not div"):
         targets.mesh_for(target, three)
+
+
+def sent(kind, size):
+    rest = dict.fromkeys(Sent._fields, 0) | {"kind": kind, "bytes": size, "floor": 3.0}
+    return Sent(**rest)
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "floor"),
+    [
+        (4096, [("reduce-scatter", 4096)], 6.0),
+        (4096, [("all-reduce", 4096)], 3.0),
+        (4096, [("reduce-scatter", 4096), ("all-reduce", 4096)], 3.0),  # either one
+        (4104, [("reduce-scatter", 1024), ("reduce-scatter", 3072), ("all-reduce", 8)], 6.0),
+        (5000, [("reduce-scatter", 4000), ("all-reduce", 1000)], 5.0),  # joined
+        (8, [("reduce-scatter", 4000), ("all-reduce", 8)], 3.0),
+        (9000, [("reduce-scatter", 4000), ("all-reduce", 8)], 3.0),  # of something else
+        (64, [], 3.0),
+    ],
+)
+def test_an_all_reduce_where_a_reduce_scatter_was_asked_for(size, asked, floor):
+    found, other = as_asked((sent("all-reduce", size), sent("all-gather", size)), asked)
+    assert found.floor == pytest.approx(floor, rel=0.01)
+    assert other.floor == 3.0
