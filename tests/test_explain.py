@@ -1,5 +1,7 @@
 """What `jdp.explain` tells of a step, here and on hardware that is not here."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -233,7 +235,8 @@ def test_meshes_of_targets():
 
 
 def sent(kind, size):
-    rest = dict.fromkeys(Sent._fields, 0) | {"kind": kind, "bytes": size, "floor": 3.0}
+    rest: dict[str, Any] = dict.fromkeys(Sent._fields, 0)
+    rest |= {"kind": kind, "bytes": size, "floor": 3.0}
     return Sent(**rest)
 
 
