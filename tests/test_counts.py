@@ -93,15 +93,17 @@ def test_every_parameter_is_sent_once(model, microbatch):
 
     The tied embedding is in it once: gradients of both its uses are added on the device.
     """
-    found = sent(model, microbatch)
     size = nbytes(MODELS[model][0])
-    assert {c.kind for c in found} == {"all-reduce"}  # D04: no rows travel
-    assert not any(c.in_loop or c.in_branch for c in found)  # D03
-    large = [c for c in found if c.bytes > SCALARS]
-    assert len(large) == 1
-    total = sum(c.bytes for c in found)
-    assert size <= total <= size + SCALARS
-    assert all(set(c.dtypes) == {"f32"} for c in found)
+    once = jdp.Contract(
+        counts={"all-reduce": 1},  # D04: no rows travel
+        dtypes=["float32"],
+        in_loops=False,  # D03
+        ignore_below=SCALARS + 1,
+    )
+    once.check(program(model, microbatch), MESH)
+    found = sent(model, microbatch)
+    assert not any(c.in_loop or c.in_branch for c in found)
+    assert size <= sum(c.bytes for c in found) <= size + SCALARS
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -116,14 +118,15 @@ def test_microbatches_send_what_one_batch_sends(model):
 @pytest.mark.parametrize("model", MODELS)
 def test_half_the_bytes_with_a_bfloat16_wire(model, microbatch):
     plain = programs.sent_bytes(sent(model, microbatch), 8)
-    found = sent(model, microbatch, jnp.bfloat16)
-    large = [c for c in found if c.bytes > SCALARS]
-    assert sorted(c.kind for c in large) == ["all-gather", "all-to-all"]
-    assert {c.dtypes for c in large} == {("u16",)}
-    assert not any(c.in_loop for c in found)
-    narrow = programs.sent_bytes(found, 8)
-    # rounded up to a multiple of eight entries, and the scalars stay float32
-    assert narrow <= 0.501 * plain + 2 * SCALARS + 2 * 2 * 8
+    halved = jdp.Contract(
+        counts={"all-gather": 1, "all-to-all": 1},
+        dtypes=["uint16"],
+        in_loops=False,
+        # rounded up to a multiple of eight entries, and the scalars stay float32
+        most_bytes=0.501 * plain + 2 * SCALARS + 2 * 2 * 8,
+        ignore_below=SCALARS + 1,
+    )
+    halved.check(program(model, microbatch, jnp.bfloat16), MESH)
 
 
 def test_live_bytes_do_not_grow_with_the_number_of_microbatches():
@@ -156,10 +159,11 @@ def test_accumulation_over_calls_sends_the_gradient_in_its_last_call_only():
 def test_the_gradient_alone_sends_scalars_only(model):
     params, loss, batch = MODELS[model]
     grad_fn = jdp.value_and_grad(loss, MESH, microbatch=1)
-    found = programs.collectives(grad_fn.lower(params, batch).compile().as_text())
+    compiled = grad_fn.lower(params, batch).compile()
+    scalars = jdp.Contract(at_most={"all-reduce": 4}, in_loops=False, ignore_below=0)
+    found = scalars.check(compiled, MESH)
     assert {c.kind for c in found} <= {"all-reduce"}
     assert sum(c.bytes for c in found) <= SCALARS
-    assert not any(c.in_loop for c in found)
 
 
 def test_the_transformer_learns_what_the_plain_loop_learns():
