@@ -68,10 +68,7 @@ class Explain:
         with _only_results(self.json):
             job = scripts.first_step(self.script, arguments, shapes=self.shapes)
             report = reports.explain(job.step, job.state, job.batch, self.target, cache=self.cache)
-        if self.html is not None:
-            report.save_html(self.html)
-            _say(f"Written: {self.html}")
-        _show(report, self.json)
+        _show(report, self.json, self.html)
         return NO if report.fits is False else OK
 
 
@@ -95,6 +92,8 @@ class Plan:
     shapes: bool = False
     """Let jdp.init_state make shapes instead of arrays, for a model too large for this machine.
     The script gives it the parameters as a function."""
+    html: Path | None = None
+    """Write the plan to this file, too, as a page that needs nothing else."""
     json: bool = False
     """Write one JSON document instead of tables."""
 
@@ -116,7 +115,7 @@ class Plan:
                 global_batch=self.global_batch,
                 compile_best=self.compile_best,
             )
-        _show(found, self.json)
+        _show(found, self.json, self.html)
         return NO if found.best is None else OK
 
 
@@ -135,6 +134,8 @@ class Doctor:
     """Steps to measure."""
     devices: int = 8
     """CPU devices to emulate for the machine's links where there is no GPU or TPU."""
+    html: Path | None = None
+    """Write the diagnosis of a script to this file, too, as a page that needs nothing else."""
     json: bool = False
     """Write one JSON document instead of tables."""
 
@@ -145,13 +146,15 @@ class Doctor:
         def examine(step: Any, state: Any, batches: Any) -> Any:
             return diagnose.doctor(step, state, batches, steps=self.steps)
 
+        if self.html is not None and self.script is None:
+            raise ValueError("--html is for a script's diagnosis: jdp doctor train.py --html FILE.")
         with _only_results(self.json):
             if self.script is None:
                 jdp.emulate_devices(self.devices)
                 found = diagnose.doctor_machine()
             else:
                 found = scripts.follow(self.script, arguments, examine)
-        _show(found, self.json)
+        _show(found, self.json, self.html)
         return NO if getattr(found, "complete", True) is False else OK
 
 
@@ -229,8 +232,11 @@ def _only_results(json: bool) -> contextlib.AbstractContextManager[Any]:
     return contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext()
 
 
-def _show(found: Any, json: bool) -> None:
-    """Writes a result, as JSON or as tables."""
+def _show(found: Any, json: bool, html: Path | None) -> None:
+    """Writes a result: as JSON or as tables, and as a page if one is wanted."""
+    if html is not None:
+        found.save_html(html)
+        _say(f"Written: {html}")
     if json:
         print(found.to_json())
         return
@@ -239,7 +245,7 @@ def _show(found: Any, json: bool) -> None:
     except ImportError:
         print(found)
     else:
-        rich.print(found)
+        print(found) if not hasattr(found, "__rich__") else rich.print(found)
 
 
 def _say(text: str) -> None:
