@@ -18,7 +18,8 @@ SCRIPT = """
     tx = optax.chain(jdp.all_reduce(), optax.sgd(0.01))
     step = jdp.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, jdp.make_mesh())
     state = jdp.init_state({"w": jnp.ones((256, 4))}, tx, jdp.make_mesh())
-    step(state, np.ones((8, 256), np.float32))
+    for _ in range(20):
+        state, _ = step(state, np.ones((8, 256), np.float32))
 """
 
 
@@ -59,6 +60,50 @@ def test_what_does_not_fit_is_an_answer_with_a_code_of_its_own(script, monkeypat
     capsys.readouterr()
 
 
+def test_plan_ranks_what_the_script_could_do(script, capsys):
+    assert cli.main(["plan", str(script), "--compile-best", "1", "--json"]) == cli.OK
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["rows"][0]["source"] == "compiled"
+    assert "Taken out of the script's transformation: all_reduce" in captured.err
+    assert cli.main(["plan", str(script), "--compile-best", "1"]) == cli.OK
+    assert "all_reduce" in capsys.readouterr().out
+
+
+def test_a_plan_that_finds_nothing_ends_with_a_code_of_its_own(script, monkeypatch, capsys):
+    none = jdp.Plan(**dict.fromkeys(jdp.Plan._fields, ()) | {"best": None})
+    monkeypatch.setattr("jdp.planning.plan", lambda *given, **more: none)
+    monkeypatch.setattr("jdp.cli._show", lambda *given: None)
+    assert cli.main(["plan", str(script)]) == cli.NO
+    capsys.readouterr()
+
+
+def test_doctor_follows_a_script_for_some_steps(script, capsys):
+    assert cli.main(["doctor", str(script), "--steps", "3", "--json"]) == cli.OK
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["steps"] == 3
+    assert "the script says" in captured.err
+    assert cli.main(["doctor", str(script), "--steps", "3"]) == cli.OK
+    out = capsys.readouterr().out
+    assert all(x in out for x in ("a step", "of 3", "compute"))
+
+
+def test_doctor_alone_examines_the_machine(capsys):
+    assert cli.main(["doctor", "--json"]) == cli.OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["jax"]
+    assert found["links"]["axes"]["data"]["bytes_per_s"] > 0
+    assert cli.main(["doctor", "--html", "x.html"]) == cli.WRONG
+    assert "--html is for a script's diagnosis" in capsys.readouterr().err
+
+
+def test_doctor_ends_with_3_where_something_is_missing(monkeypatch, capsys):
+    found = jdp.doctor_machine(links=False)._replace(problems=("no GPU is seen",))
+    monkeypatch.setattr("jdp.diagnose.doctor_machine", lambda: found)
+    assert cli.main(["doctor"]) == cli.NO
+    assert "no GPU is seen" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [
@@ -67,14 +112,16 @@ def test_what_does_not_fit_is_an_answer_with_a_code_of_its_own(script, monkeypat
         ("raise KeyboardInterrupt", cli.INTERRUPTED, "interrupted"),
     ],
 )
-def test_a_script_that_cannot_be_used(script, text, code, message, capsys):
+@pytest.mark.parametrize("command", ["explain", "plan", "doctor"])
+def test_a_script_that_cannot_be_used(script, command, text, code, message, capsys):
     script.write_text(text)
-    assert cli.main(["explain", str(script)]) == code
+    assert cli.main([command, str(script)]) == code
     assert message in capsys.readouterr().err
 
 
-def test_a_target_that_does_not_exist_lists_those_that_do(script, capsys):
-    assert cli.main(["explain", str(script), "--target", "b300:8"]) == cli.WRONG
+@pytest.mark.parametrize("command", ["explain", "plan"])
+def test_a_target_that_does_not_exist_lists_those_that_do(script, command, capsys):
+    assert cli.main([command, str(script), "--target", "b300:8"]) == cli.WRONG
     said = capsys.readouterr().err
     assert "b300" in said
     assert all(chip in said for chip in ("v5e", "v5p", "v6e", "h100", "h200", "a100"))
@@ -88,13 +135,13 @@ def test_asking_wrongly_ends_with_2(given, capsys):
     assert "help" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", [[], ["--help"], ["explain", "--help"]])
+@pytest.mark.parametrize("given", [[], ["--help"], ["explain", "--help"], ["plan", "--help"]])
 def test_help_teaches(given, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(given)
     assert caught.value.code == cli.OK
     said = capsys.readouterr().out
-    assert "explain" in said
+    assert (given or ["explain"])[0].removeprefix("--help") in said
     assert "--target" in said
 
 
