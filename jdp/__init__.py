@@ -18,7 +18,7 @@ Floors, each importing only from those above it:
     precision, finite, offload, local, local_step, local_state
     state, restage, update, train, evaluate, check, drift, hlo, live, holdings, memory, hardware
     sent, groups, origin, costs, flops, targets, schedule, compiling, reporting, report, contract,
-    tables, page, script, demo, cli
+    tables, page, script, loop, logs, demo, cli
 
 What is on the last floor is imported when it is first used.
 """
@@ -77,6 +77,8 @@ from jdp.zero import zero1, zero2, zero3
 
 if TYPE_CHECKING:
     from jdp.contract import Contract, ContractError
+    from jdp.logs import JsonLines, TensorBoard
+    from jdp.loop import every, run
     from jdp.report import explain
     from jdp.reporting import Report
 
@@ -88,6 +90,7 @@ __all__ = [
     "Drift",
     "DriftError",
     "Holdings",
+    "JsonLines",
     "LocalState",
     "LossScaleState",
     "MasterWeightsState",
@@ -103,6 +106,7 @@ __all__ = [
     "Reduced",
     "Report",
     "SkipState",
+    "TensorBoard",
     "TrainState",
     "TrainStep",
     "ZeroState",
@@ -125,6 +129,7 @@ __all__ = [
     "emulate_devices",
     "eval_step",
     "evaluate",
+    "every",
     "exchange_times",
     "explain",
     "feed",
@@ -154,6 +159,7 @@ __all__ = [
     "rebalance",
     "replicate",
     "restage",
+    "run",
     "sign",
     "skip_nonfinite",
     "top_k",
@@ -168,8 +174,12 @@ __all__ = [
 _LATER = {
     "Contract": "jdp.contract",
     "ContractError": "jdp.contract",
+    "JsonLines": "jdp.logs",
     "Report": "jdp.reporting",
+    "TensorBoard": "jdp.logs",
+    "every": "jdp.loop",
     "explain": "jdp.report",
+    "run": "jdp.loop",
 }
 
 
