@@ -21,7 +21,7 @@ Floors, each importing only from those above it:
     contract, tables, page
         sizes, probe, memory_model, step_time, strategy, planned, wanted, split_advice, planning
         links, trace, silent, payoff_facts, pays, findings, diagnosis, watch, machine, diagnose
-    script, demo, cli
+    script, loop, logs, demo, cli
 
 What is on the last floor is imported when it is first used.
 """
@@ -83,6 +83,8 @@ if TYPE_CHECKING:
     from jdp.diagnose import doctor
     from jdp.diagnosis import Diagnosis
     from jdp.links import Links
+    from jdp.logs import JsonLines, TensorBoard
+    from jdp.loop import every, run
     from jdp.machine import Machine, doctor_machine
     from jdp.planned import Plan
     from jdp.planning import plan
@@ -99,6 +101,7 @@ __all__ = [
     "Drift",
     "DriftError",
     "Holdings",
+    "JsonLines",
     "Links",
     "LocalState",
     "LossScaleState",
@@ -118,6 +121,7 @@ __all__ = [
     "Report",
     "SkipState",
     "Strategy",
+    "TensorBoard",
     "TrainState",
     "TrainStep",
     "ZeroState",
@@ -142,6 +146,7 @@ __all__ = [
     "emulate_devices",
     "eval_step",
     "evaluate",
+    "every",
     "exchange_times",
     "explain",
     "feed",
@@ -172,6 +177,7 @@ __all__ = [
     "rebalance",
     "replicate",
     "restage",
+    "run",
     "sign",
     "skip_nonfinite",
     "top_k",
@@ -187,15 +193,19 @@ _LATER = {
     "Contract": "jdp.contract",
     "ContractError": "jdp.contract",
     "Diagnosis": "jdp.diagnosis",
+    "JsonLines": "jdp.logs",
     "Links": "jdp.links",
     "Machine": "jdp.machine",
     "Plan": "jdp.planned",
     "Report": "jdp.reporting",
     "Strategy": "jdp.strategy",
+    "TensorBoard": "jdp.logs",
     "doctor": "jdp.diagnose",
     "doctor_machine": "jdp.diagnose",
+    "every": "jdp.loop",
     "explain": "jdp.report",
     "plan": "jdp.planning",
+    "run": "jdp.loop",
 }
 
 
