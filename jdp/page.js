@@ -41,19 +41,27 @@ for (const root of document.querySelectorAll(".jdp:not([data-live])")) {
     const unit = us >= 1e6 ? [1e6, "s"] : us >= 1e3 ? [1e3, "ms"] : [1, "µs"];
     return Number((us / unit[0]).toPrecision(3)) + " " + unit[1];
   };
+  // Round numbers, about 110 pixels apart, between the two ends of the step.
+  const marks = () => {
+    const raw = (step * 110) / Math.max(1, track.clientWidth);
+    const ten = 10 ** Math.floor(Math.log10(raw));
+    const by = ten * [1, 2, 5, 10].find((k) => k * ten >= raw);
+    const count = Math.min(2000, Math.floor(step / by - 0.6));
+    const at = [0, ...Array.from({ length: Math.max(0, count) }, (_, k) => (k + 1) * by), step];
+    return at.map((us) => {
+      const mark = document.createElement("span");
+      mark.style.left = (100 * us) / step + "%";
+      mark.textContent = us ? words(us) : "0";
+      return mark;
+    });
+  };
   let zoom = 1;
   const scale = (wanted, centre = 0.5) => {
     const before = (time.scrollLeft + centre * time.clientWidth) / zoom;
     zoom = Math.max(1, Math.min(400, wanted));
     track.style.width = 100 * zoom + "%";
     time.scrollLeft = before * zoom - centre * time.clientWidth;
-    const count = Math.min(2000, Math.ceil(5 * zoom));
-    ticks.replaceChildren(...Array.from({ length: count + 1 }, (_, k) => {
-      const mark = document.createElement("span");
-      mark.style.left = (100 * k) / count + "%";
-      mark.textContent = words((step * k) / count);
-      return mark;
-    }));
+    ticks.replaceChildren(...marks());
     for (const x of track.querySelectorAll("a[data-name]")) {
       const wide = x.getBoundingClientRect().width > 40;
       x.classList.toggle("wide", wide);
@@ -82,4 +90,5 @@ for (const root of document.querySelectorAll(".jdp:not([data-live])")) {
     x.addEventListener("click", () => scale(x.dataset.zoom === "1" ? 1 : zoom * x.dataset.zoom));
   }
   scale(1);
+  new ResizeObserver(() => scale(zoom)).observe(time);
 }

@@ -1,25 +1,27 @@
 """What `jdp.plan` and `jdp.doctor` answer, as parts of a page for a notebook or a file.
 
-    Plan  --plan-->   Diagnosis  --diagnosis-->  HTML with its own styles, as `jdp.page.fragment`
+    Plan  --plan-->   Diagnosis  --diagnosis-->  HTML with its own styles
 
-`jdp.page.alone` makes a whole file of either.
+`jdp.page_parts.alone` makes a whole file of either. Words are those of `Plan.table` and of a
+`Diagnosis`; this adds what is drawn.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jdp.holdings import human
-from jdp.page import wrapped
-from jdp.page_sections import meter, page_text
+from jdp.page_parts import Column, heading, meter, notes, page_text, percent, table, tile, wrapped
 from jdp.reporting import microseconds
 
 if TYPE_CHECKING:
-    from jdp.diagnosis import Diagnosis
+    from jdp.diagnosis import Diagnosis, Replica
     from jdp.findings import Finding
     from jdp.pays import Payoff
     from jdp.planned import Plan, Row
 
 _MOST_ROWS = 12
+_MOST_REPLICAS = 16  # that are shown at once; the others can be opened
+_NAMED = 0.12  # of the bar: room for a name
 
 
 def plan(found: "Plan") -> str:
@@ -32,46 +34,74 @@ def plan(found: "Plan") -> str:
         A part of a page.
     """
     best, advice = found.best, [*found.advice] or ["No strategy fits."]
-    slowest = max((x.step_us for x in found.rows[:_MOST_ROWS] if x.fits), default=1.0)
-    heads = ("", "strategy", "memory of a device", "", "a step", "", "bound by", "why")
-    numbers = (3, 5)
-    rows = "".join(
-        _plan_row(number, row, found.memory_limit, slowest)
-        for number, row in enumerate(found.rows[:_MOST_ROWS], 1)
-    )
-    head = (
-        f"<header><h1>Plan for {page_text(found.target)}<small>{found.global_batch} rows a step, "
-        f"{found.considered} strategies considered</small></h1>"
-        f'<p class="verdict{"" if best else " bad"}">{page_text(advice[0])}</p></header>'
-    )
+    note = f"{found.global_batch} rows a step, {found.considered} strategies considered"
     code = f"<pre>{page_text(best.code())}</pre>" if best else ""
     more = "".join(f"<p>{page_text(x)}</p>" for x in advice[1:])
-    table = (
-        "<section><h2>Strategies, best first</h2>"
-        '<ul class="key"><li><i class="c-act"></i>memory, of '
-        f'{human(found.memory_limit)}</li><li><i class="c-compute"></i>compute</li>'
-        '<li><i class="c-sent"></i>waits for communication</li><li>~ as predicted, not compiled'
-        f"</li></ul>{_table(heads, rows, numbers)}</section>"
+    return wrapped(
+        heading(f"Plan for {found.target}", note, advice[0], *_tiles(found), bad=best is None),
+        code,
+        more,
+        _strategies(found),
+        notes(found.notes),
     )
-    return wrapped(head, code, more, table, _notes(found.notes))
 
 
-def _plan_row(number: int, row: "Row", limit: int, slowest: float) -> str:
-    mark = "" if row.source == "compiled" else "~"
-    used = meter([("act" if row.fits else "bad", row.memory)], limit)
+def _tiles(found: "Plan") -> list[str]:
+    """The figures of the best strategy."""
+    if found.best is None or not found.rows:
+        return []
+    row, mark = found.rows[0], "as compiled" if found.rows[0].source == "compiled" else "predicted"
     spent = [("compute", row.step_us - row.exposed_us), ("sent", row.exposed_us)]
-    kind = "best" if number == 1 and row.fits else "" if row.fits else "faint"
-    over = "" if row.fits else " bad"
-    return (
-        f'<tr class="{kind}"><td>{number if row.fits else "✗"}</td>'
-        f'<td class="text">{page_text(str(row.strategy))}</td>'
-        f'<td class="meters narrow framed">{used}</td>'
-        f'<td class="number{over}">{mark}{human(row.memory)}</td>'
-        f'<td class="meters narrow">{meter(spent, slowest) if row.fits else ""}</td>'
-        f'<td class="number">{mark + microseconds(row.step_us) if row.fits else ""}</td>'
-        f'<td class="text">{page_text(row.bound)}</td>'
-        f'<td class="text why">{page_text(row.reason)}</td></tr>'
+    used, size = meter([("act", row.memory)], found.memory_limit), human(row.memory)
+    waits = (microseconds(row.exposed_us), f"{percent(row.share)} of the step")
+    limit = human(found.memory_limit)
+    return [
+        tile("memory of a device", size, f"✓ fits in {limit}, {mark}", used, "good"),
+        tile("a step takes", microseconds(row.step_us), mark, meter(spent, row.step_us)),
+        tile("it waits for communication", *waits, meter(spent[1:], row.step_us)),
+        tile("devices", str(row.strategy.devices), f"bound by {row.bound}"),
+    ]
+
+
+def _strategies(found: "Plan") -> str:
+    """The cells of `Plan.table`, with a bar before memory and step."""
+    head, *lines = found.table(_MOST_ROWS)
+    rows = found.rows[: len(lines)]
+    slowest = max((x.step_us for x in rows if x.fits), default=1.0)
+    columns = []
+    for name in head:
+        if name in ("memory", "step"):
+            columns.append(Column("", "narrow framed" if name == "memory" else "narrow"))
+        kind = {"strategy": "text", "bound by": "text", "why": "text"}.get(name, "number")
+        columns.append(Column(name, kind))
+    body = "".join(
+        _strategy(row, dict(zip(head, line, strict=True)), found.memory_limit, slowest)
+        for row, line in zip(rows, lines, strict=True)
     )
+    return (
+        "<section><h2>Strategies, best first</h2>"
+        f'<ul class="key"><li><i class="c-act"></i>memory, of {human(found.memory_limit)}</li>'
+        '<li><i class="c-compute"></i>compute</li>'
+        '<li><i class="c-sent"></i>waits for communication</li>'
+        f"<li>~ as predicted, not compiled</li></ul>{table(columns, body)}</section>"
+    )
+
+
+def _strategy(row: "Row", cells: dict[str, str], limit: int, slowest: float) -> str:
+    spent = [("compute", row.step_us - row.exposed_us), ("sent", row.exposed_us)]
+    bars = {
+        "memory": ("framed", meter([("act" if row.fits else "bad", row.memory)], limit)),
+        "step": ("", meter(spent, slowest) if row.fits else ""),
+    }
+    kinds = {"strategy": "text", "bound by": "text", "why": "text why"}
+    drawn = ""
+    for name, cell in cells.items():
+        if name in bars:
+            kind, bar = bars[name]
+            drawn += f'<td class="meters narrow {kind}">{bar}</td>'
+        over = " bad" if name == "memory" and not row.fits else ""
+        drawn += f'<td class="{kinds.get(name, "number")}{over}">{page_text(cell)}</td>'
+    return f'<tr class="{"" if row.fits else "faint"}">{drawn}</tr>'
 
 
 def diagnosis(found: "Diagnosis") -> str:
@@ -84,18 +114,15 @@ def diagnosis(found: "Diagnosis") -> str:
         A part of a page.
     """
     said = found.findings[0].what if found.findings else "Nothing passes its threshold."
-    head = (
-        f"<header><h1>{_ms(found.step_ms)} a step<small>{found.steps} steps measured, the first "
-        f'took {found.compile_s:.3g} s</small></h1><p class="verdict">{page_text(said)}</p>'
-        "</header>"
-    )
+    note = f"{found.steps} steps measured, the first took {found.compile_s:.3g} s"
     return wrapped(
-        head,
+        heading(f"{_ms(found.step_ms)} a step", note, said),
         _shares(found),
         _findings(found.findings),
-        _replicas(found),
+        _processes(found),
+        _replicas(found.replicas),
         _payoffs(found.payoffs),
-        _notes(found.notes),
+        notes(found.notes),
     )
 
 
@@ -104,36 +131,24 @@ def _ms(spent: float) -> str:
 
 
 def _shares(found: "Diagnosis") -> str:
-    """One bar of four parts."""
-    parts = (
-        ("compute", "compute", found.compute_ms),
-        ("communication", "sent", found.communication_ms),
-        ("waiting for input", "grad", found.input_ms),
-        ("host and gaps", "rest", found.host_ms),
-    )
-    whole = sum(size for *_, size in parts) or 1.0
+    """One bar of the parts that a step is made of."""
+    colors = {"compute": "compute", "communication": "sent", "input": "grad", "host": "rest"}
+    parts = found.shares
+    whole = sum(parts.values()) or 1.0
     bar = "".join(
-        f'<div class="c-{color}{"" if size > 0.12 * whole else " thin"}" '
+        f'<div class="c-{colors[name]}{"" if size > _NAMED * whole else " thin"}" '
         f'style="width:{100 * size / whole:.2f}%" title="{name}: {_ms(size)}">'
-        f"{f'{name} {size / whole:.0%}' if size > 0.12 * whole else ''}</div>"
-        for name, color, size in parts
+        f"{f'{name} {percent(size / whole)}' if size > _NAMED * whole else ''}</div>"
+        for name, size in parts.items()
         if size > 0
     )
     keys = "".join(
-        f'<li><i class="c-{color}"></i>{name} <b>{_ms(size)}</b> {size / whole:.0%}</li>'
-        for name, color, size in parts
+        f'<li><i class="c-{colors[name]}"></i>{name} <b>{_ms(size)}</b> {percent(size / whole)}'
+        "</li>"
+        for name, size in parts.items()
     )
-    lines = []
-    if found.waiting_ms > 0.01 * found.step_ms:
-        lines.append(f"Of communication, {_ms(found.waiting_ms)} are waiting for slower devices.")
-    if found.hidden_ms:
-        lines.append(f"Another {_ms(found.hidden_ms)} of communication run under compute.")
-    if found.check is not None:
-        lines.append(
-            f"Check: without its communication a step takes {_ms(found.check.silent_ms)}, with it "
-            f"{_ms(found.check.step_ms)}: it adds {_ms(found.check.added_ms)}."
-        )
-    said = f"<p>{' '.join(lines)}</p>" if lines else ""
+    remarks = [*found.remarks, *([found.straggler + "."] if found.straggler else [])]
+    said = "".join(f"<p>{page_text(x)}</p>" for x in remarks)
     return (
         f'<section><h2>Where the time goes</h2><div class="bar" aria-hidden="true">{bar}</div>'
         f'<ul class="key">{keys}</ul>{said}</section>'
@@ -143,66 +158,82 @@ def _shares(found: "Diagnosis") -> str:
 def _findings(found: Sequence["Finding"]) -> str:
     if not found:
         return ""
+    some = any(x.gain_ms for x in found)
+    gain = lambda x: f"<b>{f'&minus;{_ms(x.gain_ms)}' if x.gain_ms else ''}</b>"  # noqa: E731
     items = "".join(
-        f"<li><b>{f'&minus;{_ms(x.gain_ms)}' if x.gain_ms else ''}</b><div>{page_text(x.what)}<br>"
+        f"<li>{gain(x) if some else ''}<div>{page_text(x.what)}<br>"
         f"<code>{page_text(x.change)}</code></div></li>"
         for x in found
     )
-    return (
-        "<section><h2>Worth a change</h2><p>With what a step would gain, as predicted.</p>"
-        f'<ol class="found">{items}</ol></section>'
-    )
+    what = "<p>With what a step would gain, as predicted.</p>" if some else ""
+    return f'<section><h2>Worth a change</h2>{what}<ol class="found">{items}</ol></section>'
 
 
-def _replicas(found: "Diagnosis") -> str:
-    rows = found.replicas
-    if len(rows) < 2:
+def _processes(found: "Diagnosis") -> str:
+    lines = found.process_cells()
+    if not lines:
         return ""
-    most = max(x.compute_ms + x.communication_ms for x in rows) or 1.0
+    columns = [Column(name, "number" if place else "") for place, name in enumerate(lines[0])]
+    cell = lambda place, text: f'<td class="{columns[place].kind}">{page_text(text)}</td>'  # noqa: E731
+    body = "".join(f"<tr>{''.join(map(cell, range(len(line)), line))}</tr>" for line in lines[1:])
+    return f"<section><h2>Processes</h2>{table(columns, body)}</section>"
+
+
+def _replicas(found: Sequence["Replica"]) -> str:
+    if len(found) < 2:
+        return ""
+    most = max(x.compute_ms + x.communication_ms for x in found) or 1.0
+    shown, rest = found[:_MOST_REPLICAS], found[_MOST_REPLICAS:]
+    if rest:  # those that compute longest are what one looks for
+        order = sorted(found, key=lambda x: -x.compute_ms)
+        shown, rest = order[:_MOST_REPLICAS], order[_MOST_REPLICAS:]
+    more = f"<details><summary>{len(rest)} that compute less</summary>{_of(rest, most)}</details>"
+    body = _of(shown, most) + (more if rest else "")
+    return f"<section><h2>Replicas</h2>{body}</section>"
+
+
+def _of(found: Sequence["Replica"], most: float) -> str:
+    columns = [
+        Column("replica", "number"),
+        Column("process", "number"),
+        Column("computes", "number"),
+        Column("communicates, or waits", "number"),
+        Column(""),
+    ]
     body = "".join(
-        f'<tr><td>{x.replica}</td><td>{x.process}</td><td class="meters">'
-        f"{meter([('compute', x.compute_ms), ('sent', x.communication_ms)], most)}</td>"
+        f"<tr><td class='number'>{x.replica}</td><td class='number'>{x.process}</td>"
         f'<td class="number">{_ms(x.compute_ms)}</td>'
-        f'<td class="number">{_ms(x.communication_ms)}</td></tr>'
-        for x in rows
+        f'<td class="number">{_ms(x.communication_ms)}</td><td class="meters wide">'
+        f"{meter([('compute', x.compute_ms), ('sent', x.communication_ms)], most)}</td></tr>"
+        for x in found
     )
-    heads = ("replica", "process", "", "computes", "communicates, or waits")
-    return f"<section><h2>Replicas</h2>{_table(heads, body, (3, 4))}</section>"
+    return table(columns, body)
 
 
 def _payoffs(found: Sequence["Payoff"]) -> str:
     if not found:
         return ""
     most = max(max(x.now_ms, x.then_ms) for x in found) or 1.0
+    now = found[0].now_ms
     body = "".join(
         f'<tr class="{"" if x.pays else "faint"}"><td>{"✓ yes" if x.pays else "no"}</td>'
-        f"<td>{page_text(x.what)}<br><small><code>{page_text(x.argument)}</code></small></td>"
-        f'<td class="meters">{meter([("compute" if x.pays else "rest", x.then_ms)], most)}</td>'
-        f'<td class="number">{_ms(x.then_ms)}</td>'
+        f'<td class="text">{page_text(x.what)}<br><small><code>{page_text(x.argument)}</code>'
+        f'</small></td><td class="number">{_ms(x.then_ms)}</td>'
+        '<td class="meters framed">'
+        f"{meter([('act' if x.pays else 'rest', x.then_ms)], most, x.now_ms)}</td>"
         f'<td class="number">{human(x.saves) if x.saves else ""}</td>'
         f'<td class="text why">{page_text(x.why)}</td></tr>'
         for x in found
     )
-    heads = ("pays", "technique", "a step with it", "", "memory freed", "why")
+    columns = [
+        Column("pays"),
+        Column("technique"),
+        Column("a step with it", "number"),
+        Column(""),
+        Column("memory freed", "number"),
+        Column("why"),
+    ]
     return (
-        f"<section><h2>Does it pay?</h2><p>A step takes {_ms(found[0].now_ms)} now.</p>"
-        f"{_table(heads, body, (3, 4))}</section>"
+        f"<section><h2>Does it pay?</h2><p>A step takes {_ms(now)} now, which the line marks.</p>"
+        f"{table(columns, body)}</section>"
     )
-
-
-def _table(heads: Sequence[str], body: str, numbers: Sequence[int]) -> str:
-    head = "".join(
-        f'<th scope="col" class="{"number" if place in numbers else ""}">{page_text(name)}</th>'
-        for place, name in enumerate(heads)
-    )
-    return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-        "</div>"
-    )
-
-
-def _notes(notes: Sequence[str]) -> str:
-    if not notes:
-        return ""
-    items = "".join(f"<li>{page_text(x)}</li>" for x in notes)
-    return f'<section><h2>Notes</h2><ul class="notes">{items}</ul></section>'

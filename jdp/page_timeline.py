@@ -8,10 +8,12 @@ where nothing is computed, pale where compute hides it.
 
 from collections.abc import Sequence
 
-from jdp.page_sections import page_text
+from jdp.alike import alike
+from jdp.page_parts import gave_up, page_text
 from jdp.reporting import Report, microseconds
-from jdp.sent import Span
+from jdp.sent import Sent, Span
 
+_MOST_SPANS = 4000  # that can be pointed at; of more, the longest
 _NAMED = 0.045  # of the track: room for a name where no script measures
 _AGAIN = " more like the last"  # how `jdp.schedule` names the rounds of a loop that it did not walk
 
@@ -28,11 +30,13 @@ def timeline(report: Report) -> str:
         A section of HTML.
     """
     if not report.spans or not report.step_us:
-        return (
-            "<section><h2>Timeline of a step</h2><p>The compiler for these devices models no "
-            "times. Explain the step for a target, such as v5e:4x4 or h100:2x8, to see one.</p>"
-            "</section>"
+        why = (
+            "The compiler for these devices models no times. Explain the step for a target, such "
+            "as v5e:4x4 or h100:2x8, to see one."
         )
+        if gave_up(report):
+            why = "Not known: the compiler gave up before there was a program."
+        return f"<section><h2>Timeline of a step</h2><p>{why}</p></section>"
     step = report.step_us
     compute, sent = (_of(report.spans, lane) for lane in ("compute", "communication"))
     busy = joined([(x.start_us, x.end_us) for x in compute], step * 1e-4)
@@ -118,9 +122,12 @@ def _lane(
         for color, stretches in layers
         for begin, end in stretches
     )
+    rows = {k: row for row, x in enumerate(alike(report.collectives)) for k in x.numbers}
+    longest = sorted(spans, key=lambda x: x.start_us - x.end_us)[:_MOST_SPANS]
+    shown = sorted(longest, key=lambda x: x.start_us)
     return (
         f'<div class="lane {lane}" role="list" aria-label="{lane}">{colors}'
-        f"{''.join(_span(x, report) for x in spans)}</div>"
+        f"{''.join(_span(x, report, rows) for x in shown)}</div>"
     )
 
 
@@ -128,7 +135,7 @@ def _place(begin: float, end: float, step: float) -> str:
     return f"left:{100 * begin / step:.4f}%;width:{100 * (end - begin) / step:.4f}%"
 
 
-def _span(span: Span, report: Report) -> str:
+def _span(span: Span, report: Report, rows: dict[int, int]) -> str:
     step, spent = report.step_us or 1.0, span.end_us - span.start_us
     name, again = span.name, _AGAIN in span.name
     if again:
@@ -136,9 +143,9 @@ def _span(span: Span, report: Report) -> str:
         name = f"{count} more rounds of {loop}"
     tip = f"{name}: {microseconds(spent)}, from {microseconds(span.start_us)}"
     row = ""
-    if span.row is not None:
-        row = f' data-row="{span.row}"'
-        tip += _told(report, span.row)
+    if span.row in rows:
+        row = f' data-row="{rows[span.row]}"'
+        tip += _told(report.collectives[span.row])
     wide = spent / step > _NAMED
     classes = " ".join(x for x, on in (("wide", wide), ("again", again)) if on)
     return (
@@ -148,17 +155,18 @@ def _span(span: Span, report: Report) -> str:
     )
 
 
-def _told(report: Report, row: int) -> str:
-    if row >= len(report.collectives):
-        return ""
-    x = report.collectives[row]
-    beside = f"\nmeanwhile: {', '.join(x.beside)}" if x.beside else "\nnothing computes meanwhile"
-    return f"\n{'+'.join(x.dtypes)} over {', '.join(x.axes)}; {x.where}{beside}"
+def _told(x: Sent) -> str:
+    """What a collective is, and what computes while it is under way."""
+    where = f"; {x.where}" if x.where else ""
+    return (
+        f"\n{'+'.join(x.dtypes)} over {', '.join(x.axes) or 'unknown axes'}{where}"
+        f"\nmeanwhile: {', '.join(x.beside) or 'nothing'}"
+    )
 
 
 def _ticks(step: float) -> str:
-    marks = "".join(
-        f'<span style="left:{20 * k}%">{page_text(microseconds(step * k / 5))}</span>'
-        for k in range(6)
+    """Both ends; a script puts round numbers between, as there is room."""
+    return (
+        '<div class="ticks" aria-hidden="true"><span style="left:0">0</span>'
+        f'<span style="left:100%">{page_text(microseconds(step))}</span></div>'
     )
-    return f'<div class="ticks" aria-hidden="true">{marks}</div>'

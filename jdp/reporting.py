@@ -153,10 +153,9 @@ class Report(NamedTuple):
         Args:
             path: Where to.
         """
-        from jdp import page
+        from jdp import page, page_parts
 
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(page.html(self))
+        page_parts.write(path, page.html(self))
 
     def _repr_html_(self) -> str:
         from jdp import page
