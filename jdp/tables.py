@@ -179,7 +179,8 @@ def plan(found: "Plan") -> "RenderableType":
     kept = [k for k, name in enumerate(head) if name != "why"]  # the best one's is in the advice
     numbers = [k for k, name in enumerate(head) if name in ("", "memory", "step", "waits")]
     rows = [[line[k] for k in kept] for line in lines[1:]]
-    made = rich_table([head[k] for k in kept], rows, numbers=numbers, wraps=kept.index(head.index("strategy")))
+    wraps = kept.index(head.index("strategy"))
+    made = rich_table([head[k] for k in kept], rows, numbers=numbers, wraps=wraps)
     told = (
         f"{found.target}: {found.global_batch} rows a step, {human(found.memory_limit)} for "
         f"programs on each device; {found.considered} strategies, ~ as predicted"

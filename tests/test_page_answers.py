@@ -3,9 +3,9 @@
 import re
 
 import optax
-from test_page import see, words
+from test_page import looked_at, see, words
 
-from jdp import page, page_answers
+from jdp import page_answers
 from jdp.diagnosis import Check, Diagnosis, Process, Replica
 from jdp.findings import Finding
 from jdp.pays import Payoff
@@ -13,20 +13,41 @@ from jdp.planned import Plan, Row
 from jdp.strategy import Strategy
 
 
-def test_the_page_of_a_diagnosis_says_what_it_says(tmp_path):
-    found = Diagnosis(
+def diagnosed():
+    return Diagnosis(
         None, 20, 1.5, 40.0, 20.0, 10.0, 8.0, 2.0, 1.0, 3.0, 41.0, Check(40.0, 31.0, 9.0, 1, 0),
-        (Process(0, 20.0, 10.0, 8.0, 2.0, 1.0),),
+        (Process(0, 20.0, 10.0, 8.0, 2.0, 1.0), Process(1, 19.0, 11.0, 8.0, 2.0, 7.5)),
         (Replica(0, 0, 0, 20.0, 10.0), Replica(1, 0, 1, 18.0, 12.0)),
         (Finding("input 20 % <of> the step", 8.0, "jdp.feed(prefetch=2)"),),
-        (Payoff("bfloat16 wire", "wire_dtype=...", True, 40.0, 36.0, 8.0, 4.0, 0, "half"),),
+        (Payoff("bfloat16 wire", "wire_dtype=...", True, 40.0, 36.0, 8.0, 4.0, 0, "half"),
+         Payoff("int8 wire", "jdp.all_reduce(wire_dtype=jnp.int8, error_feedback=True)", False,
+                40.0, 44.0, 8.0, 4.0, 4096, "its exchange takes 14 ms, the present one 10")),
         ("a note",),
     )  # fmt: skip
-    dom = see(page.alone(page_answers.diagnosis(found), "doctor"), tmp_path, "--dump-dom")
+
+
+def test_the_page_of_a_diagnosis_says_what_it_says(tmp_path):
+    found = diagnosed()
+    found.save_html(tmp_path / "saved.html")
+    text = (tmp_path / "saved.html").read_text(encoding="utf-8")
+    assert found._repr_html_() in text
+    dom = see(text, tmp_path, "--dump-dom")
     seen = words(dom)
-    for text in ("40 ms a step", "input 20 % <of> the step", "8 ms", "it adds 9 ms", "✓ yes"):
-        assert text in seen
+    for said in (*found.remarks, found.straggler, "input 20 % <of> the step", "8 ms", "✓ yes"):
+        assert said in seen
+    assert "40 ms a step" in seen
+    assert "7.5 ms" in seen  # the second process waits for others
     assert re.search(r'class="c-sent" style="width:\s?25.00%', dom)  # 10 of 40 ms
+
+
+def test_many_replicas_are_shown_slowest_first():
+    rows = tuple(Replica(k, 0, k, float(k), 1.0) for k in range(40))
+    text = page_answers.diagnosis(diagnosed()._replace(replicas=rows))
+    shown, rest = text.split("<h2>Replicas")[1].split("<details>")
+    assert [int(x) for x in re.findall(r"<tr><td class='number'>(\d+)<", shown)] == [
+        *range(39, 23, -1)
+    ]
+    assert "24 that compute less" in rest
 
 
 def strategy(stage, microbatch):
@@ -47,12 +68,17 @@ def planned(best):
 
 def test_the_page_of_a_plan_says_what_it_says(tmp_path):
     found = planned(True)
-    dom = see(page.alone(page_answers.plan(found), "plan"), tmp_path, "--dump-dom")
+    found.save_html(tmp_path / "saved.html")
+    text = (tmp_path / "saved.html").read_text(encoding="utf-8")
+    assert found._repr_html_() in text
+    dom = see(text, tmp_path, "--dump-dom")
     seen = words(dom)
-    for text in (*found.advice, *found.notes, "so <many>", "40.0 GB", "~160 GB", "2 ms"):
-        assert text in seen
+    cells = [cell for line in found.table() for cell in line]
+    for said in (*found.advice, *found.notes, *cells, "25% of the step"):
+        assert said in seen
     assert found.best.code().splitlines()[-1] in seen
-    widths = re.findall(r'class="c-(act|bad|compute|sent)" style="width:\s?([\d.]+)%', dom)
+    table = dom.split("<tbody>")[1]
+    widths = re.findall(r'class="c-(act|bad|compute|sent)" style="width:\s?([\d.]+)%', table)
     assert widths == [
         ("act", "50.000"),
         ("compute", "75.000"),
@@ -61,7 +87,20 @@ def test_the_page_of_a_plan_says_what_it_says(tmp_path):
     ]
 
 
-def test_a_plan_in_which_nothing_fits_says_so(tmp_path):
-    seen = words(see(page.alone(page_answers.plan(planned(False)), "plan"), tmp_path, "--dump-dom"))
+def test_a_plan_in_which_nothing_fits_says_so():
+    seen = words(planned(False)._repr_html_())
     assert "No strategy fits" in seen
     assert "jdp.train_step" not in seen
+
+
+def test_neither_runs_over_the_edge(tmp_path):
+    long = "a_name_without_end_" * 30
+    finding, plan = Finding(long, 1.0, long), planned(True)
+    pages = {
+        "plan": plan._replace(advice=(long, long), notes=(long,)),
+        "diagnosis": diagnosed()._replace(findings=(finding,), notes=(long,)),
+    }
+    found = looked_at({name: x._repr_html_() for name, x in pages.items()}, tmp_path)
+    assert len(found) == 4
+    for name, seen in found.items():
+        assert seen["widest"] <= seen["room"], name
