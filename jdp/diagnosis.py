@@ -175,6 +175,9 @@ class Diagnosis(NamedTuple):
 
         return page_answers.diagnosis(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
     def __rich__(self) -> Any:
         from jdp import tables
 

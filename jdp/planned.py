@@ -106,6 +106,9 @@ class Plan(NamedTuple):
 
         return page_answers.plan(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
     def __rich__(self) -> Any:
         from jdp import tables  # a terminal's tables
 

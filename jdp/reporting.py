@@ -162,6 +162,9 @@ class Report(NamedTuple):
 
         return page.fragment(self)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
     def __rich__(self) -> Any:
         from jdp import tables
 

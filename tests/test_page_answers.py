@@ -3,7 +3,8 @@
 import re
 
 import optax
-from test_page import looked_at, see, words
+import pytest
+from test_page import looked_at, report, see, words
 
 from jdp import page_answers
 from jdp.diagnosis import Check, Diagnosis, Process, Replica
@@ -91,6 +92,15 @@ def test_a_plan_in_which_nothing_fits_says_so():
     seen = words(planned(False)._repr_html_())
     assert "No strategy fits" in seen
     assert "jdp.train_step" not in seen
+
+
+@pytest.mark.parametrize(
+    "found", [planned(True), diagnosed(), report()], ids=["plan", "diagnosis", "report"]
+)
+def test_a_notebook_without_html_shows_what_print_shows(found):
+    said = []
+    found._repr_pretty_(type("Printer", (), {"text": said.append}), False)
+    assert said == [str(found)]
 
 
 def test_neither_runs_over_the_edge(tmp_path):
