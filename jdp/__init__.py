@@ -18,7 +18,8 @@ Floors, each importing only from those above it:
     precision, finite, offload, local, local_step, local_state
     state, restage, update, train, evaluate, check, drift, hlo, live, holdings, memory, hardware
     sent, asked, groups, origin, costs, flops, targets, schedule, compiling, reporting, report,
-    contract, tables, page
+    contract, alike, tables
+        page_parts, page_timeline, page_holdings, page_sections, page, page_answers
         sizes, probe, memory_model, step_time, strategy, planned, wanted, split_advice, planning
         links, trace, silent, payoff_facts, pays, findings, diagnosis, watch, machine, diagnose
     script, loop, logs, demo, cli

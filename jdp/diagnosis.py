@@ -4,6 +4,7 @@ Nothing is measured or judged here.
 """
 
 import json
+import os
 from typing import Any, NamedTuple
 
 from jdp import findings as judging
@@ -149,55 +150,96 @@ class Diagnosis(NamedTuple):
         return cls(**told | lists | {"check": check, "notes": tuple(told["notes"])})
 
     def __str__(self) -> str:
-        parts = [self._shares(), self._others(), judging.show(self.findings)]
+        lines = self.process_cells()
+        others = [table(lines, numbers=(1, 2, 3, 4, 5))] if lines else []
+        shares = [table(self.share_cells(), numbers=(1, 2)), *self.remarks]
+        others += [self.straggler] if self.straggler else []
+        parts = ["\n".join(shares), "\n".join(others), judging.show(self.findings)]
         if self.payoffs:
             parts.append(paying.show(self.payoffs))
         return "\n\n".join([*filter(None, parts), *(f"Note: {note}" for note in self.notes)])
 
-    def _shares(self) -> str:
-        """The four parts of a step, with bars, and the check."""
-        names = ("compute", "communication", "input", "host")
-        shares = (self.compute_ms, self.communication_ms, self.input_ms, self.host_ms)
-        lines = [
-            (
-                "a step",
-                f"{self.step_ms:.3g} ms",
-                "",
-                f"of {self.steps}, first {self.compile_s:.3g} s",
-            )
-        ]
-        for name, spent in zip(names, shares, strict=True):
-            part = spent / self.step_ms
-            lines.append((name, f"{spent:.3g} ms", f"{100 * part:.0f} %", "#" * round(_BAR * part)))
-        text = table(lines, numbers=(1, 2))
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes it as one file that needs nothing else.
+
+        Args:
+            path: Where to.
+        """
+        from jdp import page_answers, page_parts
+
+        title = f"jdp.doctor: {self.step_ms:.3g} ms a step"
+        page_parts.write(path, page_parts.alone(page_answers.diagnosis(self), title))
+
+    def _repr_html_(self) -> str:
+        from jdp import page_answers
+
+        return page_answers.diagnosis(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+    def __rich__(self) -> Any:
+        from jdp import tables
+
+        return tables.diagnosis(self)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The four parts of a step, in milliseconds."""
+        return {
+            "compute": self.compute_ms,
+            "communication": self.communication_ms,
+            "input": self.input_ms,
+            "host": self.host_ms,
+        }
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What there is to say of the parts: who waits, what is hidden, the check."""
+        said = []
         if self.waiting_ms > 0.01 * self.step_ms:
-            text += f"\nOf communication {self.waiting_ms:.3g} ms are waiting for slower devices."
+            said.append(
+                f"Of communication {self.waiting_ms:.3g} ms are waiting for slower devices."
+            )
         if self.hidden_ms:
-            text += f"\nAnother {self.hidden_ms:.3g} ms of communication run under compute."
+            said.append(f"Another {self.hidden_ms:.3g} ms of communication run under compute.")
         if self.check is not None:
-            text += (
-                f"\nCheck: without its communication a step takes {self.check.silent_ms:.3g} ms "
+            said.append(
+                f"Check: without its communication a step takes {self.check.silent_ms:.3g} ms "
                 f"where with it {self.check.step_ms:.3g} ms: it adds {self.check.added_ms:.3g} ms."
             )
-        return text
+        return tuple(said)
 
-    def _others(self) -> str:
-        """Processes, if there are several, and the slowest replica."""
-        text = ""
-        if len(self.processes) > 1:
-            lines: list[tuple[str, ...]] = [
-                ("process", "compute", "communication", "input", "host", "waits for others")
-            ]
-            for process, *spent in self.processes:
-                lines.append((str(process), *(f"{x:.3g} ms" for x in spent)))
-            text = table(lines, numbers=(1, 2, 3, 4, 5)) + "\n"
-        if self.slowest is not None and len(self.replicas) > 1:
-            others = sorted(x.compute_ms for x in self.replicas if x is not self.slowest)
-            middle = others[len(others) // 2]
-            over = f", {100 * (self.slowest.compute_ms / middle - 1):.0f} % over the others' median"
-            text += (
-                f"Slowest replica: {self.slowest.replica} (device {self.slowest.device}, process "
-                f"{self.slowest.process}) computes {self.slowest.compute_ms:.3g} ms"
-                + (over if middle else "")
-            )
-        return text
+    @property
+    def straggler(self) -> str:
+        """The slowest replica, in words; "" if there is no other."""
+        if self.slowest is None or len(self.replicas) < 2:
+            return ""
+        others = sorted(x.compute_ms for x in self.replicas if x is not self.slowest)
+        middle = others[len(others) // 2]
+        over = f", {100 * (self.slowest.compute_ms / middle - 1):.0f} % over the others' median"
+        return (
+            f"Slowest replica: {self.slowest.replica} (device {self.slowest.device}, process "
+            f"{self.slowest.process}) computes {self.slowest.compute_ms:.3g} ms"
+            + (over if middle else "")
+        )
+
+    def share_cells(self) -> list[tuple[str, ...]]:
+        """A step and its parts, with bars, as rows of text."""
+        told = f"of {self.steps}, first {self.compile_s:.3g} s"
+        lines: list[tuple[str, ...]] = [("a step", f"{self.step_ms:.3g} ms", "", told)]
+        for name, spent in self.shares.items():
+            part = spent / self.step_ms
+            lines.append((name, f"{spent:.3g} ms", f"{100 * part:.0f} %", "#" * round(_BAR * part)))
+        return lines
+
+    def process_cells(self) -> list[tuple[str, ...]]:
+        """A row for each process, heads first; nothing if there is but one."""
+        if len(self.processes) < 2:
+            return []
+        lines: list[tuple[str, ...]] = [
+            ("process", "compute", "communication", "input", "host", "waits for others")
+        ]
+        for process, *spent in self.processes:
+            lines.append((str(process), *(f"{x:.3g} ms" for x in spent)))
+        return lines

@@ -1,6 +1,7 @@
 """What `jdp.plan` returns: ranked strategies, advice, the one to take; as text, rich or JSON."""
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -89,11 +90,29 @@ class Plan(NamedTuple):
         code = f"\n\n{self.best.code()}" if self.best else ""
         return "\n".join([head, "", text, "", *self.advice, *self.notes]) + code
 
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes it as one file that needs nothing else.
+
+        Args:
+            path: Where to.
+        """
+        from jdp import page_answers, page_parts
+
+        page = page_parts.alone(page_answers.plan(self), f"jdp.plan: {self.target}")
+        page_parts.write(path, page)
+
+    def _repr_html_(self) -> str:
+        from jdp import page_answers
+
+        return page_answers.plan(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
     def __rich__(self) -> Any:
         from jdp import tables  # a terminal's tables
 
-        lines = self.table()
-        return tables.rich_table(lines[0], lines[1:], title=f"plan for {self.target}")
+        return tables.plan(self)
 
     def to_json(self) -> str:
         """One JSON document."""

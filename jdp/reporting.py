@@ -154,15 +154,17 @@ class Report(NamedTuple):
         Args:
             path: Where to.
         """
-        from jdp import page
+        from jdp import page, page_parts
 
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(page.html(self))
+        page_parts.write(path, page.html(self))
 
     def _repr_html_(self) -> str:
         from jdp import page
 
         return page.fragment(self)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
 
     def __rich__(self) -> Any:
         from jdp import tables
