@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from jdp.reporting import Report
 
+_NOTHING = 5e-5  # a share that is shown as none
+
 
 class Column(NamedTuple):
     """A column of a table: what stands above it, and its CSS classes."""
@@ -63,7 +65,8 @@ def page_text(text: str) -> str:
 
 def percent(share: float) -> str:
     """A share in words: 42%, 7.1%, 0.03%."""
-    return f"{share:.0%}" if share >= 0.0995 or not share else f"{100 * share:.2g}%"
+    few_digits = share >= 0.0995 or share < _NOTHING
+    return f"{share:.0%}" if few_digits else f"{100 * share:.2g}%"
 
 
 def heading(title: str, note: str, verdict: str, *tiles: str, bad: bool = False) -> str:

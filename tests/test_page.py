@@ -309,7 +309,8 @@ def test_saved_and_in_a_notebook_it_is_the_same_page(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("share", "text"), [(0.0, "0%"), (0.0041, "0.41%"), (0.0712, "7.1%"), (0.5, "50%"), (1, "100%")]
+    ("share", "text"),
+    [(0.0, "0%"), (2e-16, "0%"), (0.0041, "0.41%"), (0.0712, "7.1%"), (0.5, "50%"), (1, "100%")],
 )
 def test_shares_in_words(share, text):
     assert page_parts.percent(share) == text

@@ -37,12 +37,21 @@ def crowded():
     return found._replace(mesh={"node": 2, "device": 4}, collectives=rows)
 
 
+def sentences(found):
+    if not hasattr(found, "advice"):
+        changes = [text for x in found.findings for text in (x.what, x.change)]
+        return [*found.notes, *found.remarks, found.straggler, *changes]
+    return [*found.notes, *found.advice, *([found.best.code()] if found.best else [])]
+
+
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize(
     "found", [planned(True), planned(False), diagnosed()], ids=["plan", "no plan", "diagnosis"]
 )
 def test_plan_and_diagnosis_say_all_in_whole_words(found, width):
     assert said(found, width) == said(found, WIDE)
+    for text in sentences(found):
+        assert not collections.Counter(text.split()) - said(found, width), text
     assert max(map(len, on_terminal(found, width).split("\n"))) <= width
 
 
