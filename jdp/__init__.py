@@ -19,8 +19,8 @@ Floors, each importing only from those above it:
     state, restage, update, train, evaluate, check, drift, hlo, live, holdings, memory, hardware
     sent, groups, origin, costs, flops, targets, schedule, compiling, reporting, report, contract,
     tables, page; sizes, probe, memory_model, step_time, strategy, planned, wanted, split_advice,
-    planning; links, trace, silent, payoff_facts, pays, findings, diagnosis, watch, machine,
-    diagnose; script, demo, cli
+    confirmed, planning; links, trace, silent, payoff_facts, pays, findings, diagnosis, watch,
+    machine, diagnose; script, demo, cli
 
 What is on the last floor is imported when it is first used.
 """
