@@ -20,7 +20,8 @@ Floors, each importing only from those above it:
     sent, asked, groups, origin, costs, flops, targets, schedule, compiling, reporting, report,
     contract, alike, tables
         page_parts, page_timeline, page_holdings, page_sections, page, page_answers
-        sizes, probe, memory_model, step_time, strategy, planned, wanted, split_advice, planning
+        sizes, probe, memory_model, step_time, strategy, planned, wanted, split_advice,
+        confirmed, planning
         links, trace, silent, payoff_facts, pays, findings, diagnosis, watch, machine, diagnose
     script, loop, logs, demo, cli
 

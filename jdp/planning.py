@@ -9,23 +9,23 @@ Nothing runs, and no array is made. What is predicted without a compiler is mark
 `Strategy` holds plugs into `jdp.make_mesh`, `jdp.init_state` and `jdp.train_step`.
 """
 
-import math
 import statistics
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
 
+from jdp.confirmed import REFUSALS, confirmed
+from jdp.grad import value_and_grad
 from jdp.hardware import Chip
 from jdp.holdings import human
 from jdp.memory_model import Predicted, predict
-from jdp.planned import Plan, Row, time_of, worth_of_devices
-from jdp.probe import Guess, Probe, guess, probe
-from jdp.report import Report, explain
+from jdp.mesh import make_mesh
+from jdp.planned import Plan, Row, advice_on, ranked
+from jdp.probe import Guess, Probe, few_of, guess, probe
+from jdp.sizes import as_shapes, with_rows
 from jdp.split_advice import advise
-from jdp.state import init_state
 from jdp.step_time import Seconds, Setting, scale_of, step_seconds
 from jdp.strategy import REMATS, WIRES, Strategy, strategies
 from jdp.wanted import Job, job_of
@@ -59,12 +59,29 @@ def plan(
     Every ZeRO stage, size of microbatch, rematerialisation, dtype or compressor on the wire, mesh
     (flat, node x device, split within nodes) and offload of the optimizer state is predicted; what
     does not fit is set aside; the best few are compiled for the target, and ranked by what the
-    compiler says.
+    compiler says. Times within 5 % or 5 us of each other count as equal, and the plainer is taken:
+    exact, no offload, no rematerialisation, lowest stage, one axis, one microbatch, fewer devices.
 
     Guarantees:
         - Nothing runs and no array is made: shapes are enough.
-        - `best` fits, computes exactly what plain data parallelism would (unless `allow_lossy`),
-          and was compiled (unless `compile_best=0`).
+        - `best` fits; it computes what plain data parallelism would, with the microbatches that it
+          names (unless `allow_lossy`); and it was compiled, unless `compile_best=0` or a note says
+          that the compiler refused.
+        - Every figure of the advice stands in the table, where "~" marks what is not a compiler's.
+
+    What it cannot see:
+        - A loss whose value depends on which rows share a microbatch (BatchNorm, in-batch
+          negatives) trains differently with other microbatches: give `microbatches`.
+        - Times by formula are least ones, at the peaks of chip and links. They know no kernels, no
+          shape that suits a chip badly, and nothing of Python, input, checkpoints, stragglers or
+          other jobs on the network. Compilers for GPU and TPU model times; none is measured, and
+          for CPUs all times are by formula.
+        - Overlap by formula is half of the backward pass, on CPUs none.
+        - Memory by formula counts what the traced backward pass keeps, before fusion: it may be
+          twice too much. From a probe it is within 5 % as a rule. Of rounded or compressed wires
+          it is an upper estimate. What allocators lose to fragments is not in any figure.
+        - How long the loss, the optimizer or rounding takes to converge.
+        - Axes of your own, such as "model": only data axes are planned.
 
     Args:
         loss_fn: See `jdp.value_and_grad`.
@@ -77,7 +94,7 @@ def plan(
             `Link`, or a dictionary of "inner", "outer" and "host".
         chip: Figures of the device, instead of those of the table.
         compile_best: How many to compile.
-        probes: How many to compile for four devices, which corrects the memory of many.
+        probes: How many to compile with one or two microbatches, which corrects the memory of many.
         microbatches: Sizes of microbatches to try, in rows; `None` halves a device's share.
         remats: Rematerialisations to try.
         wires: What to try on the wire.
@@ -91,9 +108,9 @@ def plan(
         A `Plan`.
 
     Raises:
-        ValueError: If there is no such target, no number of devices divides the batch, or `tx`
-            communicates already.
-        TypeError: If a parameter is not real floating point.
+        ValueError: If there is no such target, no number of devices divides the batch, `tx`
+            communicates already, or the loss is none (see `jdp.value_and_grad`).
+        TypeError: If a parameter is not real floating point, or the loss takes other arguments.
 
     Example:
         >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
@@ -108,7 +125,7 @@ def plan(
     """
     say = progress or (lambda text: None)
     job = job_of(loss_fn, params, batch, tx, target, global_batch, links, chip, key, model_state)
-    ways = list(
+    every = list(
         strategies(
             tx,
             rows=job.rows,
@@ -120,28 +137,86 @@ def plan(
             wires=wires,
         )
     )
-    say(f"{len(ways)} strategies")
-    known: dict[Any, Guess | Probe] = {}
-    for microbatch, remat in sorted({(s.microbatch, s.remat) for s in ways}, key=str):
-        known[microbatch, remat] = guess(
-            loss_fn,
-            job.params,
-            job.batch,
-            microbatch=microbatch,
-            remat=remat,
-            key=key,
-            model_state=model_state,
-        )
-    ways = [s for s in ways if _saves(s, known)]
+    say(f"{len(every)} strategies")
+    ways, known, notes = _guesses(job, every)
     rows = _rows(job, ways, known)
-    for _ in range(2 if probes else 0):
-        _probe(job, rows, known, -(-probes // 2), say, allow_lossy)
+    for turn in range(2 if probes > 0 else 0):
+        _probe(job, _to_probe(job, rows, turn, allow_lossy), known, -(-probes // 2), say)
         rows = _rows(job, ways, known)
-    rows, notes = _compile(job, rows, compile_best, allow_lossy, cache, say)
+    rows, more = confirmed(
+        job,
+        rows,
+        lambda s, longer: _row(job, s, known, _scale(job, known), longer),
+        most=compile_best,
+        allow_lossy=allow_lossy,
+        cache=cache,
+        say=say,
+    )
     fitting = [r for r in rows if r.fits and (allow_lossy or r.strategy.wire == "exact")]
     best = fitting[0].strategy if fitting else None
     advice = _advice(job, rows, fitting)
-    return Plan(job.name, job.rows, job.chip.memory, tuple(rows), advice, best, len(ways), notes)
+    notes = (*notes, *more)
+    return Plan(job.name, job.rows, job.chip.memory, tuple(rows), advice, best, len(every), notes)
+
+
+def _guesses(
+    job: Job, ways: Sequence[Strategy]
+) -> tuple[list[Strategy], dict[Any, Guess | Probe], tuple[str, ...]]:
+    """What each microbatch takes; and the ways without those that the loss cannot be had in."""
+    known: dict[Any, Guess | Probe] = {}
+    failed: dict[int, Exception] = {}
+    for microbatch, remat in sorted({(s.microbatch, s.remat) for s in ways}, key=str):
+        try:
+            known[microbatch, remat] = _guess(job, microbatch, remat)
+        except Exception as error:  # of a loss, which may not take every number of rows
+            failed[microbatch] = error
+    _check_loss(
+        job, max(microbatch for microbatch, _ in known or dict.fromkeys([(max(failed), 0)]))
+    )
+    if not known:
+        raise failed[max(failed)]
+    notes = [
+        f"Microbatches of {rows} row{'s' if rows > 1 else ''} are left out, the loss does not take "
+        f"them: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        for rows, error in sorted(failed.items())
+    ]
+    ways = [s for s in ways if (s.microbatch, s.remat) in known and _saves(s, known)]
+    if any(len(s.shape) == 2 for s in ways):
+        try:
+            _guess(job, *next(iter(known)), axes=("node", "device"))
+        except NameError:
+            ways = [s for s in ways if len(s.shape) == 1]
+            notes.append(
+                "Meshes of node x device are left out: the loss names the axis 'data', which they "
+                "do not have."
+            )
+    return ways, known, tuple(notes)
+
+
+def _guess(job: Job, microbatch: int, remat: Any, axes: tuple[str, ...] = ("data",)) -> Guess:
+    return guess(
+        job.loss_fn,
+        job.params,
+        job.batch,
+        microbatch=microbatch,
+        remat=remat,
+        key=job.key,
+        model_state=job.model_state,
+        axes=axes,
+    )
+
+
+def _check_loss(job: Job, rows: int) -> None:
+    """Says what is wrong with a loss, as training would."""
+    call = value_and_grad(job.loss_fn, make_mesh(devices=jax.devices()[:1]))
+    given = job.params, with_rows(job.batch, rows), as_shapes(job.key), as_shapes(job.model_state)
+    try:
+        jax.eval_shape(lambda p, b, k, m: call(p, b, k, model_state=m), *given)
+    except NameError as error:
+        raise ValueError(
+            f"The loss names a mesh axis that jdp.plan has not ({error}). It plans data axes, and "
+            'calls them "data", or ("node", "device") between nodes.'
+        ) from error
 
 
 def _saves(s: Strategy, known: Mapping[Any, Any]) -> bool:
@@ -152,6 +227,12 @@ def _saves(s: Strategy, known: Mapping[Any, Any]) -> bool:
 
 def _rows(job: Job, ways: Sequence[Strategy], known: Mapping[Any, Guess | Probe]) -> list[Row]:
     """All rows, ranked."""
+    scale = _scale(job, known)
+    return ranked([_row(job, s, known, scale) for s in ways])
+
+
+def _scale(job: Job, known: Mapping[Any, Guess | Probe]) -> float:
+    """How much longer compute takes than formulas say, by the probes that have times."""
     dtype = getattr(job.loss_fn, "compute_dtype", None)
     scales = []
     for name, found in known.items():
@@ -159,13 +240,13 @@ def _rows(job: Job, ways: Sequence[Strategy], known: Mapping[Any, Guess | Probe]
         if isinstance(found, Probe) and isinstance(base, Guess):
             scale = scale_of(job.sizes, base, found, job.chip, dtype)
             scales += [] if scale is None else [scale]
-    scale = statistics.median(scales) if scales else 1.0
-    return _ranked([_row(job, s, known, scale) for s in ways])
+    return statistics.median(scales) if scales else 1.0
 
 
-def _row(job: Job, strategy: Strategy, known: Mapping[Any, Guess | Probe], scale: float) -> Row:
-    """What is to be expected of a strategy."""
-    s = strategy
+def _row(
+    job: Job, s: Strategy, known: Mapping[Any, Guess | Probe], scale: float, longer: float = 1.0
+) -> Row:
+    """What is to be expected of a strategy, its times longer by a factor."""
     base = known[s.microbatch, s.remat]
     found = known.get((s.stage, min(s.microbatches, 2), s.microbatch, s.remat), base)
     used = predict(
@@ -178,10 +259,11 @@ def _row(job: Job, strategy: Strategy, known: Mapping[Any, Guess | Probe], scale
         microbatches=s.microbatches,
         platform=job.chip.platform,
         offload=s.offloaded,
-        residuals=s.wire in ("int8", "power_sgd") and s.stage == 0,
+        wire=s.wire,
+        hierarchical=s.stage == 0 and len(s.shape) == 2,
     )
     assert isinstance(base, Guess)
-    seconds = step_seconds(job.sizes, base, _setting(job, s), scale)
+    seconds = step_seconds(job.sizes, base, _setting(job, s), scale).times(longer)
     fits = used.total <= job.chip.memory
     return _described(job, s, used, seconds, fits, "probe" if found is not base else "formula")
 
@@ -236,22 +318,24 @@ def _described(
     )
 
 
-# Times that differ by less are taken for equal; the plainer strategy is then the better one.
-_ALIKE = 0.02
-
-
-def _ranked(rows: Sequence[Row]) -> list[Row]:
-    """Those that fit first, by time; of equals the plainest. The others by memory."""
-
-    def order(row: Row) -> Any:
-        s = row.strategy
-        plain = (s.wire != "exact", s.offloaded, bool(s.remat), s.stage, len(s.shape))
-        if not row.fits:
-            return (True, row.memory, plain, 0.0)
-        alike = math.floor(math.log(max(row.step_us, 1e-9)) / math.log(1 + _ALIKE))
-        return (False, alike, plain, row.step_us)
-
-    return sorted(rows, key=order)
+def _to_probe(job: Job, rows: Sequence[Row], turn: int, allow_lossy: bool) -> list[Row]:
+    """The best rows; at the second turn first those that formulas may wrongly rule out."""
+    most = max(row.strategy.devices for row in rows)
+    wanted = [
+        row
+        for row in rows
+        if row.strategy.devices == most and (allow_lossy or row.strategy.wire == "exact")
+    ]
+    best = next((row.step_us for row in wanted if row.fits), float("inf"))
+    doubted = [
+        row
+        for row in wanted
+        if not row.fits
+        and row.source == "formula"
+        and row.memory < 2 * job.chip.memory
+        and row.step_us < best
+    ]
+    return [*sorted(doubted, key=lambda row: row.step_us), *wanted] if turn else wanted
 
 
 def _probe(
@@ -260,18 +344,17 @@ def _probe(
     known: dict[Any, Any],
     most: int,
     say: Callable[[str], None],
-    allow_lossy: bool,
 ) -> None:
-    """Compiles the best few kinds of row for a few devices."""
+    """Compiles the first few kinds of row with one or two microbatches."""
     done = 0
     for row in rows:
         s = row.strategy
         name = (s.stage, min(s.microbatches, 2), s.microbatch, s.remat)
-        if done >= most or name in known or s.devices < len(job.devices):
-            continue
-        if s.wire != "exact" and not allow_lossy:
+        if done >= most or name in known:
             continue
         say(f"probing {s}")
+        done += 1
+        whole = s.devices == len(job.devices) or job.chip.platform != "tpu"
         try:
             found = probe(
                 job.loss_fn,
@@ -282,113 +365,29 @@ def _probe(
                 microbatch=s.microbatch,
                 microbatches=name[1],
                 remat=s.remat,
-                devices=job.devices,
+                devices=job.devices[: s.devices] if whole else few_of(job.devices),
                 key=job.key,
                 model_state=job.model_state,
             )
-        except jax.errors.JaxRuntimeError:  # a compiler's failure: the guess will do
-            found = None
-        done += 1
+        except (jax.errors.JaxRuntimeError, *REFUSALS):  # the guess will do; compiling will tell
+            continue
         if found is not None:
             known[name] = found
 
 
-def _compile(
-    job: Job,
-    rows: list[Row],
-    most: int,
-    allow_lossy: bool,
-    cache: Any,
-    say: Callable[[str], None],
-) -> tuple[list[Row], tuple[str, ...]]:
-    """The rows with the best few as compiled; until enough of them fit, or tried thrice as many."""
-    done: dict[Strategy, Row] = {}
-    notes: list[str] = []
-    tries = 3 * most
-    for row in rows:
-        fitting = sum(r.fits for r in done.values())
-        if fitting >= most or tries == 0 or not row.fits:
-            break
-        if not allow_lossy and row.strategy.wire != "exact":
-            continue
-        tries -= 1
-        say(f"compiling {row.strategy}")
-        try:
-            report = _report(job, row.strategy, cache)
-        except jax.errors.JaxRuntimeError as error:  # some slices are no whole TPU slice
-            notes.append(f"{row.strategy} was not compiled: {str(error).splitlines()[0][:200]}")
-            continue
-        done[_name(row.strategy)] = _compiled_row(job, row, report)
-        notes += [n for n in report.notes if n not in notes]
-    ratios = [
-        done[_name(row.strategy)].step_us / row.step_us
-        for row in rows
-        if _name(row.strategy) in done and done[_name(row.strategy)].fits
-    ]
-    scale = statistics.median(ratios) if ratios else 1.0  # so that the others compare
-    rest = [
-        row._replace(step_us=scale * row.step_us, exposed_us=scale * row.exposed_us)
-        for row in rows
-        if _name(row.strategy) not in done
-    ]
-    fit, fail = ([r for r in done.values() if r.fits is fits] for fits in (True, False))
-    return [*_ranked(fit), *_ranked([*rest, *fail])], tuple(notes)
-
-
-def _name(s: Strategy) -> Any:
-    return s._replace(optimizer=None)
-
-
-def _report(job: Job, s: Strategy, cache: Any) -> Report:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of options that the compiler does not know
-        mesh = s.mesh(job.devices)
-        step = s.step(job.loss_fn, mesh)
-        state = init_state(job.params, s.tx, mesh, key=job.key, model_state=job.model_state)
-        return explain(
-            step, state, job.batch, cache=cache, progress=lambda text: None, chip=job.chip
-        )
-
-
-def _compiled_row(job: Job, row: Row, report: Report) -> Row:
-    """The row with the compiler's figures in place of the predicted ones."""
-    if report.memory is None or report.memory.total > job.chip.memory or report.fits is False:
-        size = report.memory.total if report.memory else row.memory
-        reason = "the compiler needs more than the device has"
-        return row._replace(
-            memory=size, fits=False, bound="memory", reason=reason, source="compiled"
-        )
-    row = row._replace(memory=report.memory.total, source="compiled")
-    if report.step_us is None:  # the compiler for CPUs models no times
-        return row
-    exposed = report.exposed_us or 0.0
-    bound = "communication" if exposed > 0.3 * report.step_us else row.bound
-    reason = f"compute {time_of(report.compute_us or 0.0)}, wire {time_of(report.sent_us or 0.0)}"
-    if report.sent_us:
-        reason += f" ({time_of(report.sent_us - exposed)} of it hidden)"
-    return row._replace(step_us=report.step_us, exposed_us=exposed, bound=bound, reason=reason)
-
-
 def _advice(job: Job, rows: Sequence[Row], fitting: Sequence[Row]) -> tuple[str, ...]:
     """What to know, in sentences."""
-    if not fitting:
-        least = min(rows, key=lambda row: row.memory)
+    if fitting:
+        return tuple(advice_on(rows, fitting[0], len(job.devices), job.rows))
+    if lossy := [row for row in rows if row.fits]:
         return (
-            f"No data-parallel strategy fits: the least, {least.strategy}, needs "
-            f"{human(least.memory)} of {human(job.chip.memory)} on each device.",
-            *advise(job.sizes, job.params, job.batch, job.chip, len(job.devices), job.rows),
+            f"Of what was tried only rounded gradients fit: {lossy[0].strategy} takes "
+            f"{human(lossy[0].memory)} of {human(job.chip.memory)}. Take it with allow_lossy=True, "
+            'or try wires=["exact"] too.',
         )
-    best, total = fitting[0], len(job.devices)
-    said = [f"Take {best.strategy}: {best.reason}."]
-    if best.strategy.stage == 0 and best.strategy.devices > 1:
-        said.append("Plain data parallelism is best: everything fits whole, and it sends least.")
-    said += worth_of_devices(rows, total)
-    lossy = [r for r in rows if r.fits and r.strategy.wire != "exact"]
-    if lossy:
-        quick = min(lossy, key=lambda row: row.step_us)
-        if quick.step_us < 0.9 * best.step_us:
-            said.append(
-                f"Rounded gradients would save time: {quick.strategy} is predicted at "
-                f"{time_of(quick.step_us)} instead of {time_of(best.step_us)}."
-            )
-    return tuple(said)
+    least = min(rows, key=lambda row: row.memory)
+    return (
+        f"No data-parallel strategy fits: the least, {least.strategy}, needs "
+        f"{human(least.memory)} of {human(job.chip.memory)} on each device.",
+        *advise(job.sizes, job.params, job.batch, job.chip, len(job.devices), job.rows),
+    )

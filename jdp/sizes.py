@@ -62,7 +62,12 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(
-    params: Any, tx: optax.GradientTransformation, batch: Any, *, model_state: Any = None
+    params: Any,
+    tx: optax.GradientTransformation,
+    batch: Any,
+    *,
+    model_state: Any = None,
+    key: Any = None,
 ) -> Sizes:
     """Measures a state by its shapes.
 
@@ -71,11 +76,12 @@ def sizes_of(
         tx: The optimizer, without communication.
         batch: A batch, or shapes; the first dim counts rows.
         model_state: What the model keeps besides.
+        key: A random key.
     """
     opt_state = jax.eval_shape(tx.init, params)
     rows = jax.tree.leaves(batch)[0].shape[0]
     row = sum(bytes_of(x) for x in jax.tree.leaves(batch)) // rows
-    extra = sum(bytes_of(x) for x in jax.tree.leaves(model_state)) + 4
+    extra = sum(bytes_of(x) for x in jax.tree.leaves((model_state, key))) + 4
     return Sizes(_arrays(params), _arrays(opt_state), row, extra)
 
 

@@ -8,14 +8,17 @@ is sent follows from the stage; times of it are those of `jdp.costs`. Of gradien
 under the backward pass, except on CPUs. All are least times: they serve to compare strategies.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdp.costs import collective_seconds
 from jdp.hardware import Chip
+from jdp.power import MIN_RATE
 from jdp.probe import Guess, Probe
-from jdp.sizes import Sizes, held
+from jdp.reporting import microseconds
+from jdp.sizes import Array, Sizes, held
 
 # The backward pass is two thirds of compute, and what is sent in its last part is not hidden.
 _HIDES = 0.5
@@ -27,6 +30,10 @@ _UNFUSED = 0.3
 # How often a gradient is read or written to make it narrow and wide again: scales, codes, what is
 # lost; for PowerSGD two products with thin matrices, and the residual.
 _ROUNDING_PASSES = {"exact": 0, "bfloat16": 4, "int8": 10, "power_sgd": 8}
+
+
+# Of `jdp.power_sgd` as plans try it.
+POWER_RANK = 4
 
 
 class Setting(NamedTuple):
@@ -72,6 +79,10 @@ class Seconds(NamedTuple):
         """Of a step."""
         return self.compute + self.update + self.exposed + self.host
 
+    def times(self, factor: float) -> "Seconds":
+        """All of them, longer by a factor."""
+        return Seconds(*(factor * seconds for seconds in self))
+
     def bound(self) -> tuple[str, str]:
         """What takes longest, and all of it in words."""
         parts = {
@@ -83,18 +94,19 @@ class Seconds(NamedTuple):
         what = max(parts, key=lambda name: parts[name])
         if what == "communication" and self.latency > 0.5 * self.sent:
             what = "latency"
-        said = [f"compute {_ms(self.compute)}", f"update {_ms(self.update)}"]
+        said = [f"compute {_words(self.compute)}", f"update {_words(self.update)}"]
         if self.sent:
             hidden = self.sent - self.exposed
-            under = f" ({_ms(hidden)} of it hidden)" if hidden > 0.01 * self.sent else ""
-            said.append(f"wire {_ms(self.sent)}{under}")
+            under = f" ({_words(hidden)} of it hidden)" if hidden > 0.01 * self.sent else ""
+            said.append(f"wire {_words(self.sent)}{under}")
         if self.host:
-            said.append(f"host memory {_ms(self.host)}")
+            said.append(f"host memory {_words(self.host)}")
         return what, ", ".join(said)
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+def _words(seconds: float) -> str:
+    """A time with its unit."""
+    return microseconds(1e6 * seconds)
 
 
 def step_seconds(sizes: Sizes, base: Guess, s: Setting, scale: float = 1.0) -> Seconds:
@@ -153,8 +165,8 @@ def _sent(sizes: Sizes, s: Setting) -> tuple[float, float, float]:
     """Seconds on the wire, those of latency, and those that can travel under the backward pass."""
     if s.devices == 1:
         return 0.0, 0.0, 0.0
-    grads = sum(x.bytes for x in sizes.grads(s.microbatches))
-    wire = grads * _narrow(s.wire)
+    grads = float(sizes.param_bytes)  # sent in the dtype of the parameter, also when accumulated
+    wire = sum(_on_wire(x, s.wire) for x in sizes.params)
     params = sizes.param_bytes
     if s.compute_dtype is not None:
         params = sizes.numbers * np.dtype(s.compute_dtype).itemsize
@@ -166,6 +178,9 @@ def _sent(sizes: Sizes, s: Setting) -> tuple[float, float, float]:
         spent, idle = _seconds(kind, size, s, each), _seconds(kind, 0.0, s, each)
         return times * spent, times * idle
 
+    if s.stage == 0 and s.hierarchical and s.chip.outer is not None and s.nodes > 1:
+        total, idle = (_two_level(x, y, s) for x, y in ((grads, wire), (0.0, 0.0)))
+        return total, idle, total
     if s.stage == 0:
         total, idle = time("all-reduce", wire, 1)
         return total, idle, total
@@ -175,9 +190,24 @@ def _sent(sizes: Sizes, s: Setting) -> tuple[float, float, float]:
     return scatter[0] + gather[0], scatter[1] + gather[1], early
 
 
-def _narrow(wire: str) -> float:
-    """Bytes sent of those of a float32 gradient; of rank 4 next to nothing."""
-    return {"exact": 1.0, "bfloat16": 0.5, "int8": 0.255, "power_sgd": 0.01}[wire]
+def _on_wire(x: Array, wire: str) -> float:
+    """Bytes sent of a gradient: narrow with its scales, or factors of rank 4 where those pay."""
+    size = math.prod(x.shape)
+    if wire == "power_sgd":
+        rows, columns = size // max(1, x.shape[-1] if x.shape else 1), x.shape[-1] if x.shape else 1
+        factors = min(POWER_RANK, rows, columns) * (rows + columns)
+        small = len(x.shape) >= 2 and size >= MIN_RATE * factors
+        return 4.0 * factors if small else float(x.bytes)
+    return size * min(x.itemsize, {"exact": 8.0, "bfloat16": 2.0, "int8": 1.02}[wire])
+
+
+def _two_level(grads: float, wire: float, s: Setting) -> float:
+    """Seconds of a mean within nodes, as it is, and between them, narrow."""
+    assert s.chip.outer is not None
+    within, calls = s.devices // s.nodes, max(1, round(grads / (25 * 2**20)))
+    return collective_seconds(
+        "all-reduce", grads, within, s.chip.inner, calls=calls
+    ) + collective_seconds("all-reduce", wire / within, s.nodes, s.chip.outer, calls=calls)
 
 
 def _seconds(kind: str, size: float, s: Setting, calls: int) -> float:

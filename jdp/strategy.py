@@ -15,11 +15,13 @@ import optax
 from jax.sharding import Mesh
 
 from jdp.hierarchy import hierarchical
-from jdp.mesh import make_mesh
+from jdp.mesh import is_whole, make_mesh
 from jdp.offload import offload as in_host_memory
 from jdp.power import power_sgd
 from jdp.probe import with_stage
 from jdp.reduce import all_reduce
+from jdp.remat import checkpoint_policy
+from jdp.step_time import POWER_RANK
 from jdp.train import TrainStep, train_step
 
 WIRES = ("exact", "bfloat16", "int8", "power_sgd")
@@ -70,7 +72,7 @@ class Strategy(NamedTuple):
         inner = self.optimizer
         dtype = {"bfloat16": jnp.bfloat16, "int8": jnp.int8}.get(self.wire)
         if self.wire == "power_sgd":
-            before = power_sgd(rank=4)
+            before = power_sgd(rank=POWER_RANK)
             inner = with_stage(inner, self.stage, axis=self.split_axis) if self.stage else inner
             tx = optax.chain(before, inner)
         elif self.stage:
@@ -95,13 +97,16 @@ class Strategy(NamedTuple):
         return train_step(loss_fn, self.tx, there, microbatch=self.microbatch, remat=self.remat)
 
     def code(self) -> str:
-        """It, as one would write it."""
+        """It, as one would write it, for a `loss_fn` and an `optimizer` of one's own."""
         mesh = f"jdp.make_mesh(num_devices={self.devices})"
         if len(self.shape) > 1:
-            mesh = f"jdp.make_mesh({self.axis_names}, {self.shape})"
+            mesh = f"jdp.make_mesh({self.axis_names}, {self.shape}, num_devices={self.devices})"
         remat = f", remat={self.remat!r}" if self.remat else ""
+        tx = self._code_of_tx()
+        needed = {"jnp.": "import jax.numpy as jnp", "optax.": "import optax", "": "import jdp"}
+        imports = "\n".join(line for name, line in needed.items() if name in tx)
         return (
-            f"mesh = {mesh}\ntx = {self._code_of_tx()}\n"
+            f"{imports}\n\nmesh = {mesh}\ntx = {tx}\n"
             f"step = jdp.train_step(loss_fn, tx, mesh, microbatch={self.microbatch}{remat})"
         )
 
@@ -112,7 +117,8 @@ class Strategy(NamedTuple):
         given += [f"wire_dtype={dtype}"] if dtype and self.stage else []
         staged = f"jdp.zero{self.stage}({', '.join(['optimizer', *given])})"
         if self.wire == "power_sgd":
-            code = f"optax.chain(jdp.power_sgd(rank=4), {staged if self.stage else 'optimizer'})"
+            behind = staged if self.stage else "optimizer"
+            code = f"optax.chain(jdp.power_sgd(rank={POWER_RANK}), {behind})"
         elif self.stage:
             code = staged
         else:
@@ -131,7 +137,8 @@ class Strategy(NamedTuple):
         remat = ", remat" if self.remat is True else remat
         wire = "" if self.wire == "exact" else f", {self.wire}"
         host = ", offload" if self.offloaded else ""
-        return f"{name} on {sizes}, {self.microbatches} x {self.microbatch} rows{remat}{wire}{host}"
+        rows = f"{self.microbatches} x {self.microbatch} row{'s' if self.microbatch > 1 else ''}"
+        return f"{name} on {sizes}, {rows}{remat}{wire}{host}"
 
 
 def strategies(
@@ -147,7 +154,8 @@ def strategies(
 ) -> Iterator[Strategy]:
     """Enumerates the strategies that divide a batch.
 
-    Fewer devices are tried plain, to see whether more are worth it.
+    The most devices that divide the batch are tried every way, fewer only plain: to see whether
+    more are worth it.
 
     Args:
         optimizer: The optimizer, without communication.
@@ -160,37 +168,82 @@ def strategies(
         wires: What to try on the wire.
 
     Raises:
-        ValueError: If no number of devices divides the batch.
+        ValueError: If no number of devices divides the batch, no microbatch divides a device's
+            share, or there is no such wire or rematerialisation.
+        TypeError: If microbatches, remats or wires are not sequences of such.
 
     Example:
         >>> found = strategies(optax.sgd(0.1), rows=4, devices=2, remats=[False], wires=["exact"])
         >>> print(*list(found)[-2:], sep="; ")
         zero2 on 2, 2 x 1 rows; zero3 on 2, 2 x 1 rows
     """
-    total = devices
-    counts = [n for n in range(1, total + 1) if total % n == 0 and rows % n == 0]
-    if rows < 1 or (counts == [1] and total > 1 and rows > 1):
+    _check_ways(microbatches, remats, wires)
+    counts = [n for n in range(1, devices + 1) if devices % n == 0 and rows % n == 0]
+    if counts[-1] == 1 and devices > 1:
         raise ValueError(
-            f"A batch of {rows} rows divides among none of 2 to {total} devices. Give "
-            f"global_batch a multiple of {total}, such as {-(-rows // total) * total}."
+            f"A batch of {rows} row{'s' if rows > 1 else ''} divides among none of 2 to {devices} "
+            f"devices. Give global_batch a multiple of {devices}, such as "
+            f"{-(-rows // devices) * devices}."
+        )
+    most = counts[-1]
+    if not any(_microbatch_sizes(rows // count, microbatches) for count in counts):
+        raise ValueError(
+            f"None of microbatches={list(microbatches or ())} divides a device's share of "
+            f"{rows} rows, {rows // most} on {most} devices. Give divisors of it, or leave "
+            "microbatches out."
         )
     for count in counts:
         share = rows // count
-        meshes = _meshes(nodes, count, total)
+        meshes = _meshes(nodes if most == devices else 1, count, most)
         for microbatch, remat, wire, (names, shape, axis), stage, away in itertools.product(
             _microbatch_sizes(share, microbatches), remats, wires, meshes, range(4), offloads
         ):
-            if _sensible(stage, count, total, wire, shape, axis):
+            if _sensible(stage, count, most, wire, shape, axis):
                 k = share // microbatch
                 yield Strategy(
                     stage, names, shape, axis, microbatch, k, remat, wire, away, optimizer
                 )
 
 
+def _check_ways(microbatches: Any, remats: Any, wires: Any) -> None:
+    """Refuses what cannot be tried."""
+    given = {"microbatches": microbatches, "remats": remats, "wires": wires}
+    for name, values in given.items():
+        if name == "microbatches" and values is None:
+            continue
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise TypeError(
+                f"jdp.plan({name}={values!r}): give a sequence of what to try, such as "
+                f"{name}={_SUCH_AS[name]}."
+            )
+    for size in microbatches or ():
+        if not is_whole(size) or size < 1:
+            raise ValueError(
+                f"jdp.plan(microbatches=...) holds {size!r}; a microbatch is a whole number of "
+                "rows, at least 1."
+            )
+    for wire in wires:
+        if wire not in WIRES:
+            raise ValueError(
+                f"jdp.plan(wires=...) holds {wire!r}; what jdp.plan can try is {', '.join(WIRES)}."
+            )
+    for remat in remats:
+        if not isinstance(remat, bool | str):
+            raise TypeError(
+                f"jdp.plan(remats=...) holds {remat!r}; give True, False, or names of policies of "
+                "jax.checkpoint_policies. A policy of your own belongs into the loss, with "
+                "jax.checkpoint."
+            )
+        checkpoint_policy(remat)
+
+
+_SUCH_AS = {"microbatches": "[1, 4]", "remats": "[False, True]", "wires": '["exact", "bfloat16"]'}
+
+
 def _microbatch_sizes(share: int, given: Sequence[int] | None) -> list[int]:
     """Rows of a microbatch: the whole share, and halves of it."""
     if given is not None:
-        return [m for m in given if m <= share and share % m == 0]
+        return [m for m in dict.fromkeys(given) if m <= share and share % m == 0]
     sizes = [share]
     while sizes[-1] % 2 == 0 and len(sizes) < 6:
         sizes.append(sizes[-1] // 2)
@@ -200,23 +253,23 @@ def _microbatch_sizes(share: int, given: Sequence[int] | None) -> list[int]:
 
 
 def _meshes(
-    nodes: int, count: int, total: int
+    nodes: int, count: int, most: int
 ) -> list[tuple[tuple[str, ...], tuple[int, ...], str | None]]:
     """Flat; and of several nodes node x device, split over all or within a node."""
     meshes: list[tuple[tuple[str, ...], tuple[int, ...], str | None]] = [
         (("data",), (count,), None)
     ]
-    if nodes > 1 and count == total:
+    if nodes > 1 and count == most:
         shape = (nodes, count // nodes)
         meshes += [(("node", "device"), shape, axis) for axis in (None, "device")]
     return meshes
 
 
 def _sensible(
-    stage: int, count: int, total: int, wire: str, shape: tuple[int, ...], axis: str | None
+    stage: int, count: int, most: int, wire: str, shape: tuple[int, ...], axis: str | None
 ) -> bool:
     """Leaves out what is another one under another name, or what jdp does not offer."""
-    if count < total and (stage or wire != "exact"):
+    if count < most and (stage or wire != "exact"):
         return False  # fewer devices only to see whether more are worth it
     if count == 1:
         return stage == 0 and wire == "exact"

@@ -15,7 +15,7 @@ from jdp.hardware import CHIPS, Link
 from jdp.memory import memory_of
 from jdp.memory_model import predict
 from jdp.planning import plan
-from jdp.probe import PROBE_DEVICES, guess, probe, with_stage
+from jdp.probe import FEW, few_of, guess, probe, with_stage
 from jdp.sizes import Array, as_shapes, held, sizes_of, with_rows
 from jdp.split_advice import Transformer, describe, memory_of_split, splits
 from jdp.strategy import strategies
@@ -65,7 +65,7 @@ def test_memory_is_predicted_within_5_percent(stage, microbatches):
     """From a probe on four devices, for eight and more microbatches."""
     params, batch = mlp(layers=6)
     given = {"stage": stage, "microbatch": 2, "microbatches": min(2, microbatches)}
-    found = probe(loss_fn, params, TX, batch, devices=jax.devices(), **given)
+    found = probe(loss_fn, params, TX, batch, devices=few_of(jax.devices()), **given)
     rows = 2 * microbatches
     predicted = predict(
         sizes_of(params, TX, batch),
@@ -76,7 +76,7 @@ def test_memory_is_predicted_within_5_percent(stage, microbatches):
         microbatches=microbatches,
         platform="cpu",
     )
-    assert found.devices == PROBE_DEVICES
+    assert found.devices == FEW
     mesh, tx = jdp.make_mesh(), with_stage(TX, stage)
     state, batch = jdp.init_state(as_shapes(params), tx, mesh), with_rows(batch, 8 * rows)
     step = jdp.train_step(loss_fn, tx, mesh, microbatch=2)
