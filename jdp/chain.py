@@ -124,7 +124,7 @@ def _held(tx: Any) -> dict[str, Any]:
             continue
         seen.add(id(function))
         inner = inspect.getclosurevars(function).nonlocals
-        found = inner | found
+        found = {**inner, **found}
         # further functions of the same module are parts of it
         waiting += [x for x in inner.values() if _made_by(x)[0] == _made_by(function)[0]]
         if _made_by(function)[0] == "jdp.feedback":

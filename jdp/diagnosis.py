@@ -4,14 +4,16 @@ Nothing is measured or judged here.
 """
 
 import json
+import textwrap
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jdp import findings as judging
-from jdp import pays as paying
+from jdp import payoff as paying
 from jdp.findings import Finding
 from jdp.holdings import table
 from jdp.links import as_json
-from jdp.pays import Payoff
+from jdp.payoff import Payoff, ms
 
 _BAR = 40  # characters for a whole step
 
@@ -105,6 +107,7 @@ class Diagnosis(NamedTuple):
         findings: What is worth a change, largest gain first.
         payoffs: What each technique would do to the step.
         notes: What to know when reading the figures.
+        shares_cores: Whether the devices take turns on the cores of one host.
     """
 
     state: Any
@@ -124,6 +127,7 @@ class Diagnosis(NamedTuple):
     findings: tuple[Finding, ...]
     payoffs: tuple[Payoff, ...]
     notes: tuple[str, ...]
+    shares_cores: bool = False
 
     @property
     def slowest(self) -> Replica | None:
@@ -152,7 +156,27 @@ class Diagnosis(NamedTuple):
         parts = [self._shares(), self._others(), judging.show(self.findings)]
         if self.payoffs:
             parts.append(paying.show(self.payoffs))
-        return "\n\n".join([*filter(None, parts), *(f"Note: {note}" for note in self.notes)])
+        notes = (textwrap.fill(f"Note: {note}", judging.WIDTH) for note in self.notes)
+        return "\n\n".join([*filter(None, parts), *notes])
+
+    def __repr__(self) -> str:
+        return str(self)  # a state would fill the screen
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.text import Text
+
+        from jdp.tables import rich_table
+
+        del console
+        for part in filter(None, (self._shares(), self._others())):
+            yield Text(f"{part}\n")
+        yield Text(f"{judging.show(self.findings, options.max_width)}\n")
+        if self.payoffs:
+            lines = paying.cells(self.payoffs)
+            title = paying.title(self.payoffs)
+            yield rich_table(lines[0], lines[1:], numbers=paying.NUMBERS, title=title)
+        for note in self.notes:
+            yield Text(f"Note: {note}", style="yellow")
 
     def _shares(self) -> str:
         """The four parts of a step, with bars, and the check."""
@@ -161,43 +185,44 @@ class Diagnosis(NamedTuple):
         lines = [
             (
                 "a step",
-                f"{self.step_ms:.3g} ms",
+                ms(self.step_ms),
                 "",
-                f"of {self.steps}, first {self.compile_s:.3g} s",
+                f"of {self.steps}; the first took {self.compile_s:.3g} s, with compiling",
             )
         ]
         for name, spent in zip(names, shares, strict=True):
             part = spent / self.step_ms
-            lines.append((name, f"{spent:.3g} ms", f"{100 * part:.0f} %", "#" * round(_BAR * part)))
+            lines.append((name, ms(spent), f"{100 * part:.0f} %", "#" * round(_BAR * part)))
         text = table(lines, numbers=(1, 2))
         if self.waiting_ms > 0.01 * self.step_ms:
-            text += f"\nOf communication {self.waiting_ms:.3g} ms are waiting for slower devices."
+            text += f"\nOf communication {ms(self.waiting_ms)} are waiting for slower devices."
         if self.hidden_ms:
-            text += f"\nAnother {self.hidden_ms:.3g} ms of communication run under compute."
+            text += f"\nAnother {ms(self.hidden_ms)} of communication run under compute."
         if self.check is not None:
             text += (
-                f"\nCheck: without its communication a step takes {self.check.silent_ms:.3g} ms "
-                f"where with it {self.check.step_ms:.3g} ms: it adds {self.check.added_ms:.3g} ms."
+                f"\nCheck: a step that is waited for takes {ms(self.check.step_ms)}, and "
+                f"{ms(self.check.silent_ms)} without its communication: this adds "
+                f"{ms(self.check.added_ms)}."
             )
         return text
 
     def _others(self) -> str:
-        """Processes, if there are several, and the slowest replica."""
+        """Processes, if there are several, and the slowest replica, if it is for want of speed."""
         text = ""
         if len(self.processes) > 1:
             lines: list[tuple[str, ...]] = [
                 ("process", "compute", "communication", "input", "host", "waits for others")
             ]
             for process, *spent in self.processes:
-                lines.append((str(process), *(f"{x:.3g} ms" for x in spent)))
+                lines.append((str(process), *map(ms, spent)))
             text = table(lines, numbers=(1, 2, 3, 4, 5)) + "\n"
-        if self.slowest is not None and len(self.replicas) > 1:
+        if self.slowest is not None and len(self.replicas) > 1 and not self.shares_cores:
             others = sorted(x.compute_ms for x in self.replicas if x is not self.slowest)
             middle = others[len(others) // 2]
             over = f", {100 * (self.slowest.compute_ms / middle - 1):.0f} % over the others' median"
             text += (
                 f"Slowest replica: {self.slowest.replica} (device {self.slowest.device}, process "
-                f"{self.slowest.process}) computes {self.slowest.compute_ms:.3g} ms"
+                f"{self.slowest.process}) computes {ms(self.slowest.compute_ms)}"
                 + (over if middle else "")
             )
         return text
