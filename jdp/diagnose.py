@@ -279,16 +279,17 @@ def _replicas(mesh: Mesh, spent: dict[int, tuple[float, float]]) -> Iterator[Rep
 
 
 def _with_payoffs(result: Diagnosis, run: Run, links: Links | Link | None) -> Diagnosis:
-    """What would pay; of the two figures of exposed communication it is given the smaller.
+    """What would pay, given the mean of the two figures of exposed communication.
 
-    Waiting for others is none that sending less could spare. By how much the two figures differ is
-    what either may be off.
+    Waiting for others is none that sending less could spare. The figures are what it may be at
+    least and at most.
     """
     sending = max(0.0, result.communication_ms - result.waiting_ms)
     added = sending if result.check is None else max(0.0, result.check.added_ms)
-    most, idle = max(sending, added), result.input_ms + result.host_ms
-    figures = (min(sending, added), result.step_ms, -abs(sending - added) / (most or 1.0), -idle)
-    exposed, step_ms, off, idle = _agreed(run.step.mesh, *figures)
+    exposed, idle = (sending + added) / 2, result.input_ms + result.host_ms
+    off = abs(sending - added) / 2 / exposed if exposed else 0.0
+    figures = _agreed(run.step.mesh, exposed, result.step_ms, -off, -idle)
+    exposed, step_ms, off, idle = figures
     try:
         rows = pays(
             run.step,

@@ -4,7 +4,6 @@ Nothing is measured or judged here.
 """
 
 import json
-import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from jdp import payoff as paying
 from jdp.findings import Finding
 from jdp.holdings import table
 from jdp.links import as_json
-from jdp.payoff import Payoff, ms
+from jdp.payoff import WIDTH, Payoff, fill, ms
 
 _BAR = 40  # characters for a whole step
 
@@ -153,11 +152,7 @@ class Diagnosis(NamedTuple):
         return cls(**told | lists | {"check": check, "notes": tuple(told["notes"])})
 
     def __str__(self) -> str:
-        parts = [self._shares(), self._others(), judging.show(self.findings)]
-        if self.payoffs:
-            parts.append(paying.show(self.payoffs))
-        notes = (textwrap.fill(f"Note: {note}", judging.WIDTH) for note in self.notes)
-        return "\n\n".join([*filter(None, parts), *notes])
+        return self._text(WIDTH)
 
     def __repr__(self) -> str:
         return str(self)  # a state would fill the screen
@@ -165,18 +160,15 @@ class Diagnosis(NamedTuple):
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.text import Text
 
-        from jdp.tables import rich_table
-
         del console
-        for part in filter(None, (self._shares(), self._others())):
-            yield Text(f"{part}\n")
-        yield Text(f"{judging.show(self.findings, options.max_width)}\n")
+        yield Text(self._text(options.max_width))
+
+    def _text(self, width: int) -> str:
+        parts = [self._shares(), self._others(), judging.show(self.findings, width)]
         if self.payoffs:
-            lines = paying.cells(self.payoffs)
-            title = paying.title(self.payoffs)
-            yield rich_table(lines[0], lines[1:], numbers=paying.NUMBERS, title=title)
-        for note in self.notes:
-            yield Text(f"Note: {note}", style="yellow")
+            parts.append(paying.show(self.payoffs, width))
+        parts += [fill(f"Note: {note}", width) for note in self.notes]
+        return "\n\n".join(filter(None, parts))
 
     def _shares(self) -> str:
         """The four parts of a step, with bars, and the check."""
@@ -196,13 +188,14 @@ class Diagnosis(NamedTuple):
         text = table(lines, numbers=(1, 2))
         if self.waiting_ms > 0.01 * self.step_ms:
             text += f"\nOf communication {ms(self.waiting_ms)} are waiting for slower devices."
-        if self.hidden_ms:
+        if self.hidden_ms and not self.shares_cores:
             text += f"\nAnother {ms(self.hidden_ms)} of communication run under compute."
         if self.check is not None:
             text += (
                 f"\nCheck: a step that is waited for takes {ms(self.check.step_ms)}, and "
                 f"{ms(self.check.silent_ms)} without its communication: this adds "
-                f"{ms(self.check.added_ms)}."
+                + (ms(self.check.added_ms) if self.check.added_ms > 0 else "nothing to be seen")
+                + "."
             )
         return text
 

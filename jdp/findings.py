@@ -4,14 +4,12 @@
 
 Pure arithmetic on measured figures. The thresholds: devices used for less than 80 % of the time,
 communication for more than 30 %, input for more than 10 %, the host for more than 10 %, a replica
-10 % slower than the median; compiling again, or a collective of the loss in a loop, at all. On
-emulated devices, which take turns on the cores of one host, a replica counts from twice the median
-on, if that is more than 10 % of the step.
+10 % slower than the median; compiling again, or a collective of the loss in a loop, at all. Of
+emulated devices, which take turns on the cores of one host, none is called slow: it is a question
+of whose turn it was.
 """
 
-import functools
 import math
-import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +17,7 @@ import numpy as np
 
 from jdp.balance import balance
 from jdp.holdings import human
-from jdp.payoff import Payoff, ms
+from jdp.payoff import WIDTH, Payoff, fill, ms
 from jdp.sent import Sent
 
 USED = 0.80
@@ -27,8 +25,6 @@ COMMUNICATION = 0.30
 INPUT = 0.10
 HOST = 0.10
 SLOWEST = 0.10
-SLOWEST_ON_SHARED_CORES = 1.0  # whose turn it is on a core differs by a third between devices
-WIDTH = 110  # of lines of text, where the terminal does not tell
 LARGE_LEAF = 2**20  # bytes that a leaf of optimizer state takes on each device
 
 
@@ -140,13 +136,8 @@ def show(findings: Sequence[Finding], width: int = WIDTH) -> str:
     lines = []
     for number, finding in enumerate(findings, 1):
         head, gain = f"{number}. ", f" (-{ms(finding.gain_ms)})" if finding.gain_ms else ""
-        indent = " " * len(head)
-        fill = functools.partial(
-            textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False
-        )
-        lines.append(fill(head + finding.what, subsequent_indent=indent))
-        change = f"-> {finding.change}{gain}"
-        lines.append(fill(change, initial_indent=indent, subsequent_indent=indent + "   "))
+        lines.append(fill(head + finding.what, width, more=len(head)))
+        lines.append(fill(f"-> {finding.change}{gain}", width, indent=len(head), more=3))
     return "\n".join(lines)
 
 
@@ -167,8 +158,8 @@ def _input(facts: Facts) -> Finding | None:
         "Make batches while the devices compute: jdp.feed(loader, mesh, prefetch=2); if that is "
         f"done, the loader itself is too slow: about {workers} of it in parallel, as with grain's "
         f"dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers={workers})). What a loop "
-        "does between two steps counts as input, too: read metrics a step late, and evaluate, save and "
-        "print rarely",
+        "does between two steps counts as input, too: read metrics a step late, "
+        "and evaluate, save and print rarely",
     )
 
 
@@ -183,14 +174,9 @@ def _communication(facts: Facts, payoffs: Sequence[Payoff]) -> Finding | None:
     # what leaves the batch as it is comes first
     rows = sorted(payoffs, key=lambda row: row.what == "accumulation")
     best = next((row for row in rows if row.pays), None)
-    if best is not None and best.what != "accumulation":
-        return Finding(what, best.now_ms - best.then_ms, _in_place(best))
-    larger = f"A larger batch for each device makes its share smaller{_larger(facts)}"
     if best is not None:
-        change = (
-            f"{_in_place(best)}, which makes the batch {best.argument.split('every=')[-1][:-1]} "
-        )
-        return Finding(what, best.now_ms - best.then_ms, f"{change}times as large. {larger}")
+        return Finding(what, best.now_ms - best.then_ms, _in_place(best))
+    larger = f"A larger batch for each device makes its share smaller{_larger(facts, payoffs)}"
     unsure = [row for row in rows if row.pays is None and row.what != "accumulation"]
     if unsure:
         ways = " or ".join(row.argument for row in unsure[:2])
@@ -207,14 +193,19 @@ def _communication(facts: Facts, payoffs: Sequence[Payoff]) -> Finding | None:
 
 
 def _in_place(row: Payoff) -> str:
-    return f"{row.argument}" + (f" in place of {row.instead}" if row.instead else "")
+    """What to write, and in place of what."""
+    if row.what == "accumulation":  # sums batches up, which somebody must want
+        return f"{row.argument} in place of {row.instead}, if fewer updates will do"
+    return row.argument + (f" in place of {row.instead}" if row.instead else "")
 
 
-def _larger(facts: Facts) -> str:
-    """What to write for more examples in a step, or in a microbatch."""
-    if facts.microbatch is None:
-        return ", as do several batches an update: jdp.multi_steps(tx, every=...)"
-    return f", as does microbatch={2 * facts.microbatch} (now {facts.microbatch}) if memory allows"
+def _larger(facts: Facts, payoffs: Sequence[Payoff]) -> str:
+    """What to write for more examples in a microbatch, or in an update."""
+    if facts.microbatch is not None:
+        twice = 2 * facts.microbatch
+        return f", as does microbatch={twice} (now {facts.microbatch}) if memory allows"
+    fewer = [row for row in payoffs if row.what == "accumulation"]
+    return f", as does an update for several batches: {fewer[0].argument}" if fewer else ""
 
 
 def _host(facts: Facts) -> Finding | None:
@@ -240,17 +231,14 @@ def _host(facts: Facts) -> Finding | None:
 def _slowest(facts: Facts) -> Finding | None:
     """All wait for the slowest replica."""
     times = np.asarray(facts.replica_ms, float)
-    if len(times) < 2 or not times.min() > 0:
+    if facts.shares_cores or len(times) < 2 or not times.min() > 0:
         return None
     middle, slowest = float(np.median(times)), float(times.max())
     if len(times) == 2:  # the median would be halfway to the slow one
         middle = float(times.min())
     over = slowest / middle - 1
-    most = SLOWEST_ON_SHARED_CORES if facts.shares_cores else SLOWEST
-    if slowest <= (1 + most) * middle:
+    if slowest <= (1 + SLOWEST) * middle:
         return None
-    if facts.shares_cores and slowest - middle <= SLOWEST * facts.step:
-        return None  # whose turn it was
     who, shares = int(times.argmax()), ""
     gain = slowest - float(times.mean())
     if facts.microbatches >= 2 * len(times):
@@ -260,7 +248,7 @@ def _slowest(facts: Facts) -> Finding | None:
         shares = f", here shares={[int(k) for k in dealt]}"
     return Finding(
         f"replica {who} computes {ms(slowest)} a step, {100 * over:.0f} % over the others' "
-        f"{ms(middle)} (over {100 * most:.0f} %)",
+        f"{ms(middle)} (over {100 * SLOWEST:.0f} %)",
         max(0.0, gain),
         "Look at that device and its host first (clock, temperature, other programs). If it stays "
         "so, give it fewer microbatches: jdp.balance(times, microbatches) for "

@@ -9,13 +9,15 @@ within what two ways to find it differ. Where devices wait for their host or for
 20 % of a step, no gain is certain: they might only wait longer.
 """
 
+import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jdp.holdings import human, table
+from jdp.holdings import human
 from jdp.payoff_facts import Facts
 
 LEAST = 0.03  # of the step: less is lost in noise
+WIDTH = 100  # of lines of text, where the terminal does not tell
 IDLE = 0.20  # of the step: beyond, devices are not what it waits for
 
 
@@ -59,31 +61,35 @@ def ms(spent: float) -> str:
     return f"{spent:.3g} ms" if abs(spent) < 999.5 else f"{spent:.0f} ms"
 
 
-NUMBERS = (2, 3, 4)  # columns that are set to the right
-
-
-def title(rows: Sequence[Payoff]) -> str:
-    """What the rows start from."""
-    return (
+def show(rows: Sequence[Payoff], width: int = WIDTH) -> str:
+    """The rows as paragraphs, and what they start from."""
+    head = (
         f"Does it pay? A step takes {ms(rows[0].now_ms)}, and a device sends "
         f"{human(int(rows[0].sent_now))} in it. Forecasts:"
     )
+    return "\n".join([fill(head, width), *(_paragraph(row, width) for row in rows)])
 
 
-def cells(rows: Sequence[Payoff]) -> list[tuple[str, ...]]:
-    """The rows as cells, heads first."""
-    lines = [("to write", "pays", "a step", "sent", "memory", "why")]
-    for row in rows:
-        saves = f"-{human(row.saves)}" if row.saves else ""
-        says = {True: "yes", None: "?", False: "no"}[row.pays]
-        then = "?" if row.pays is None else ms(row.then_ms)
-        lines.append((row.argument, says, then, human(int(row.sent_then)), saves, row.why))
-    return lines
+def _paragraph(row: Payoff, width: int) -> str:
+    says = {True: "yes", None: "?", False: "no"}[row.pays]
+    told = [row.why]
+    if row.then_ms != row.now_ms or row.sent_then != row.sent_now or row.saves:
+        told.append(f"sends {human(int(row.sent_then))}")
+        told += [f"frees {human(row.saves)} on each device"] if row.saves > 0 else []
+        told = [*([] if row.pays is None else [f"{ms(row.then_ms)} a step"]), *told]
+    return f"{says:<5}{row.argument}\n{fill('; '.join(told), width, indent=5)}"
 
 
-def show(rows: Sequence[Payoff]) -> str:
-    """The rows as aligned text."""
-    return f"{title(rows)}\n{table(cells(rows), numbers=NUMBERS)}"
+def fill(text: str, width: int, indent: int = 0, more: int = 0) -> str:
+    """A paragraph, from the second line on indented by `more` spaces besides; code stays whole."""
+    return textwrap.fill(
+        text,
+        max(width, 40),
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + more),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 class Change(NamedTuple):
@@ -98,11 +104,6 @@ class Change(NamedTuple):
         """Seconds that the step gets shorter."""
         return self.sending + self.work - self.added
 
-    @property
-    def moved(self) -> float:
-        """All seconds that are forecast, whatever their sign."""
-        return abs(self.sending) + abs(self.work) + abs(self.added)
-
 
 def predicted(
     facts: Facts,
@@ -114,7 +115,8 @@ def predicted(
     why: str = "",
 ) -> Payoff:
     """The row of a prediction, and its yes, no or neither."""
-    gain, off, least = change.gain, facts.doubt * change.moved, LEAST * facts.step
+    gain, least = change.gain, LEAST * facts.step
+    off = facts.off * abs(change.sending) + facts.doubt * (abs(change.work) + abs(change.added))
     gain = min(gain, facts.step)
     waits = facts.idle > IDLE * facts.step
     pays: bool | None = None

@@ -63,7 +63,8 @@ class Facts(NamedTuple):
     parts: Parts = Parts()
     every: int = 1  # batches for each exchange
     again: int = 1  # exchanges of gradients in a step
-    doubt: float = 0.0  # what seconds are off by, relative to themselves
+    doubt: float = 0.0  # what timings are off by, relative to themselves
+    off: float = 0.0  # what exposed communication is off by, likewise
     idle: float = 0.0  # of a step, devices wait for their host or input
 
 

@@ -112,7 +112,7 @@ def pays(
     else:
         mesh, memory_rate = step.mesh, None
         facts = here(step, state, batch, links, step_seconds or 0.0, exposed_seconds or 0.0)
-    facts = facts._replace(doubt=max(facts.doubt, off), idle=idle_seconds)
+    facts = facts._replace(off=max(facts.doubt, off), idle=idle_seconds)
     if facts.parts.local:
         return (_fewer_rounds(facts),)
     rows = [
@@ -231,7 +231,7 @@ def _payoff_of_saving(
     sent: float,
 ) -> Payoff:
     """The row of something that saves communication; what it computes is timed if that matters."""
-    if saved * (1 + facts.doubt) < LEAST * facts.step:
+    if saved * (1 + facts.off) < LEAST * facts.step:
         why = f"no more than {ms(1e3 * max(saved, 0.0))} are to be gained"
         return predicted(facts, what, code, Change(saved), sent, why=why)
     if facts.alone is not None and facts.now_alone is not None:
