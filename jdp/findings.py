@@ -338,8 +338,8 @@ def _whole_leaves(facts: Facts) -> Finding | None:
     total = sum(size for _, size in facts.large)
     spared = total * (1 - 1 / facts.replicas)
     return Finding(
-        f"{len(facts.large)} large leaves of optimizer state lie whole on each of "
-        f"{facts.replicas} replicas, such as {path}: {human(total)} on each",
+        f"{human(total)} of optimizer state lie whole on each of {facts.replicas} replicas, in "
+        f"large leaves such as {path}",
         0.0,
         f"{_zero1(facts)} frees {human(int(spared))} on each device; what it does to the step's "
         "time is said below, where that was asked for",

@@ -219,8 +219,8 @@ def _misfits(fits: Sequence[tuple[str, float]]) -> Iterator[str]:
     if worst:
         yield (
             f"Times of {', '.join(worst)} do not follow a latency and a rate, so these figures "
-            "mean little: something else was running, or sizes take different ways. Measure again on a "
-            "quiet machine, or believe the seconds of each size in `rows`."
+            "mean little: something else was running, or sizes take different ways. Measure again "
+            "on a quiet machine, or believe the seconds of each size in `rows`."
         )
 
 

@@ -172,7 +172,7 @@ def test_a_loader_that_fails_loses_nothing(after):
 def test_a_step_that_fails_gives_the_state_back():
     mesh, step, state = make()
     good = [*jdp.feed(rows(1), mesh)]
-    with pytest.raises(DiagnosisError, match="Step 2 failed.*is this error's `state`") as error:
+    with pytest.raises(DiagnosisError, match=r"Step 2 failed.*is this error's `state`") as error:
         doctor(step, state, [*good, {"x": good[0]["x"]}])  # no weight
     assert int(error.value.state.step) == 1
     step(error.value.state, good[0])
@@ -205,7 +205,7 @@ def test_a_trace_that_is_under_way_loses_nothing(tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
     mesh, step, state = make()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="cannot be kept in folder=.*No step was run"):
+    with pytest.raises(ValueError, match=r"cannot be kept in folder=.*No step was run"):
         doctor(step, state, jdp.feed(rows(4), mesh), folder=tmp_path / "file")
     assert not state.params["w"].is_deleted()
 

@@ -13,9 +13,9 @@ from jdp.findings import Facts, find, show
 from jdp.hardware import Link
 from jdp.hlo import parse
 from jdp.payoff import Change, predicted
+from jdp.payoff_facts import Facts as PredictionFacts
 from jdp.pays import Payoff, pays
 from jdp.pays import show as show_payoffs
-from jdp.payoff_facts import Facts as PredictionFacts
 from jdp.sent import Sent
 from jdp.silent import sends, silence, silence_program
 
@@ -44,7 +44,7 @@ def test_nothing_is_found_where_nothing_passes():
         ({"recompiled": 2, "compile_ms": 7.0}, "2 programs were compiled", "jdp.feed(pad=True)"),
         (
             {"large": (("opt_state.mu['w']", 4 * 2**20),), "replicas": 8},
-            "1 large leaves of optimizer state lie whole",
+            "4.19 MB of optimizer state lie whole on each of 8 replicas, in large leaves such as",
             "jdp.zero1(inner)",
         ),
         ({"half_is_faster": 2.0}, "matrix products are in float32", "jdp.compute_in(loss_fn"),
@@ -55,8 +55,9 @@ def test_each_threshold_has_a_finding_with_what_to_write(changes, says, argument
     (finding,) = find(CALM._replace(**changes))
     assert says in finding.what
     assert argument in finding.change
-    assert finding.what in show((finding,))
-    assert "-> " in show((finding,))
+    text = " ".join(show((finding,)).split())
+    assert finding.what in text
+    assert f"-> {finding.change}" in text
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def _facts(**changes):
         ({"off": 0.5}, Change(0.07), True),  # 0.035 at least
         ({"off": 0.5}, Change(0.05), None),  # 0.025 to 0.075
         ({"off": 0.5}, Change(0.019), False),  # 0.0285 at most
-        ({"doubt": 0.5}, Change(0.05, added=0.05), None),
+        ({"doubt": 0.5}, Change(0.06, added=0.04), None),
         ({"doubt": 0.5}, Change(0.07), True),  # nothing of it is timed
         ({"doubt": 0.5}, Change(work=0.05), None),
         ({"idle": 0.21}, Change(0.5), None),
@@ -271,7 +272,7 @@ def test_a_forecast_that_may_be_off_by_more_than_it_gains_is_none(facts, change,
     assert row.pays is pays
     assert row.why.startswith("cannot tell") is (pays is None)
     text = show_payoffs((row,))
-    assert (f"{row.then_ms:.3g} ms" in text) is (pays is not None)
+    assert (" ms a step;" in text) is (pays is not None)
     assert {True: "yes", None: "?", False: "no"}[pays] == text.split("\n")[1].split()[0]
 
 
@@ -310,12 +311,12 @@ def test_nothing_that_sends_less_pays_where_nothing_is_exposed():
 def test_encoding_that_costs_more_than_it_saves_is_a_no(monkeypatch):
     from jdp import pays as module
 
-    monkeypatch.setattr(module, "_encoding", lambda *given: 0.5)
+    monkeypatch.setattr(module, "_encoding", lambda *given: 5.0)
     step, state, batch = _step(TRANSFORMS["all_reduce"]())
     slow = Link(1e6, 0.0, "made up")
     rows = by_name(pays(step, state, batch, links=slow, step_seconds=1.0, exposed_seconds=0.4))
     assert not rows["int8 wire"].pays
-    assert "encoding takes 5e+02 ms" in rows["int8 wire"].why
+    assert "encoding takes 5000 ms" in rows["int8 wire"].why
 
 
 def test_a_stage_that_is_there_already_is_not_proposed():
@@ -372,7 +373,7 @@ def test_accumulating_and_local_steps_are_carried_further():
 
 @pytest.mark.parametrize("wrong", [3.0, {"data": 1.0}, "fast"])
 def test_links_that_are_none_are_refused(wrong):
-    with pytest.raises(TypeError, match="Give that, one jdp.hardware.Link"):
+    with pytest.raises(TypeError, match=r"Give that, one jdp\.hardware\.Link"):
         _rows(TRANSFORMS["all_reduce"](), links=wrong)
 
 
