@@ -15,6 +15,7 @@ import jdp
 from jdp import diagnose
 from jdp.diagnose import Diagnosis, DiagnosisError, doctor, doctor_machine
 from jdp.hardware import Link
+from jdp.links import KINDS
 from jdp.machine import Machine, differences, unseen_hardware, wrong_versions
 
 WIDTH, ROWS = 64, 32
@@ -284,9 +285,10 @@ def _one_slow_process():
     import optax
 
     import jdp
-    from jdp.diagnose import doctor
-    from jdp.hardware import Link
+    from jdp import diagnose
+    from jdp.links import measure
 
+    diagnose.pays = lambda *given, **named: ()
     me, mesh = jax.process_index(), jdp.make_mesh()
 
     def wait(x):
@@ -303,8 +305,12 @@ def _one_slow_process():
     step = jdp.train_step(loss, tx, mesh)
     state = jdp.init_state({"w": np.ones((64, 64), np.float32) / 64}, tx, mesh)
     loader = ({"x": np.full((8, 64), 1.0 + i + 100 * me, np.float32)} for i in range(30))
-    found = doctor(step, state, jdp.feed(loader, mesh), steps=10, links=Link(1e9, 1e-5, ""))
+    found = diagnose.doctor(step, state, jdp.feed(loader, mesh), steps=10)
+    links = measure(mesh, sizes=(2**10, 2**16, 2**20), seconds=5)
+    machine = diagnose.doctor_machine(links=False)
     return {
+        "links": [[row.kind, list(row.sizes), list(row.seconds)] for row in links.rows],
+        "machine": [machine.processes, list(machine.problems)],
         "replicas": [list(replica) for replica in found.replicas],
         "waits": [process.waiting_ms for process in found.processes],
         "step": found.step_ms,
@@ -326,6 +332,10 @@ def test_the_slow_one_of_two_processes_is_found_and_waiting_is_not_called_sendin
         assert any(what.startswith("replica 1 computes") for what in said["findings"])
         assert not any(what.startswith("communication") for what in said["findings"])
         assert said["state"] == 20
+        assert said["machine"] == [2, []]
+    # links are measured together: both give the same times
+    assert one["links"] == other["links"]
+    assert [row[0] for row in one["links"]] == list(KINDS)
 
 
 def test_the_machine_is_examined_and_read_back():
@@ -341,6 +351,10 @@ def test_the_machine_is_examined_and_read_back():
     missing = found._replace(problems=("no jaxlib",))
     assert not missing.complete
     assert "PROBLEM: no jaxlib" in str(missing)
+    console = Console(width=80, file=io.StringIO())
+    console.print(found)
+    assert "Everything that is needed is here." in console.file.getvalue()
+    assert "Device(" not in console.file.getvalue()
 
 
 def test_versions_that_do_not_belong_together_are_named():

@@ -276,6 +276,13 @@ def test_a_forecast_that_may_be_off_by_more_than_it_gains_is_none(facts, change,
     assert {True: "yes", None: "?", False: "no"}[pays] == text.split("\n")[1].split()[0]
 
 
+@pytest.fixture
+def untimed(monkeypatch):
+    """Nothing is compiled to be timed: for what does not depend on times."""
+    monkeypatch.setattr("jdp.payoff_facts._update_seconds", lambda *given: 0.0)
+    monkeypatch.setattr("jdp.pays.silent_seconds", lambda *given: 0.0)
+
+
 def by_name(rows):
     return {row.what: row for row in rows}
 
@@ -300,7 +307,7 @@ def test_on_a_slow_link_sending_less_pays_and_the_figures_are_the_models():
     assert not rows["hierarchical"].pays
 
 
-def test_nothing_that_sends_less_pays_where_nothing_is_exposed():
+def test_nothing_that_sends_less_pays_where_nothing_is_exposed(untimed):
     step, state, batch = _step(TRANSFORMS["all_reduce"]())
     fast = Link(1e9, 1e-6, "made up")
     rows = by_name(pays(step, state, batch, links=fast, step_seconds=1.0, exposed_seconds=0.0))
@@ -319,7 +326,7 @@ def test_encoding_that_costs_more_than_it_saves_is_a_no(monkeypatch):
     assert "encoding takes 5000 ms" in rows["int8 wire"].why
 
 
-def test_a_stage_that_is_there_already_is_not_proposed():
+def test_a_stage_that_is_there_already_is_not_proposed(untimed):
     step, state, batch = _step(TRANSFORMS["zero1"]())
     link = Link(1e6, 0.0, "made up")
     rows = by_name(pays(step, state, batch, links=link, step_seconds=1.0, exposed_seconds=0.8))
@@ -343,7 +350,7 @@ def _rows(tx, **changes):
     return by_name(pays(step, state, batch, **given))
 
 
-def test_what_the_step_has_already_is_not_proposed_again():
+def test_what_the_step_has_already_is_not_proposed_again(untimed):
     inner = optax.sgd(0.1)
     rows = _rows(jdp.zero1(inner, wire_dtype=jnp.bfloat16))
     assert rows["bfloat16 wire"].why == "the step sends 16 bits already"
@@ -360,7 +367,7 @@ def test_what_the_step_has_already_is_not_proposed_again():
     assert {row.pays for row in rows.values()} == {True, False}  # accumulating does
 
 
-def test_accumulating_and_local_steps_are_carried_further():
+def test_accumulating_and_local_steps_are_carried_further(untimed):
     rows = _rows(jdp.multi_steps(optax.chain(jdp.all_reduce(), optax.sgd(0.1)), every=4))
     assert rows["accumulation"][1:3] == ("jdp.multi_steps(inner, every=8)", "every=4")
     size = 2 * WIDTH * WIDTH * 4
@@ -372,12 +379,12 @@ def test_accumulating_and_local_steps_are_carried_further():
 
 
 @pytest.mark.parametrize("wrong", [3.0, {"data": 1.0}, "fast"])
-def test_links_that_are_none_are_refused(wrong):
+def test_links_that_are_none_are_refused(untimed, wrong):
     with pytest.raises(TypeError, match=r"Give that, one jdp\.hardware\.Link"):
         _rows(TRANSFORMS["all_reduce"](), links=wrong)
 
 
-def test_links_of_another_mesh_are_refused():
+def test_links_of_another_mesh_are_refused(untimed):
     with pytest.raises(ValueError, match=r"the replicas also lie along \['data'\]"):
         _rows(TRANSFORMS["all_reduce"](), links={"node": Link(1e9, 0.0, "")})
 
