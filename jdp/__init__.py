@@ -22,7 +22,8 @@ Floors, each importing only from those above it:
         page_parts, page_timeline, page_holdings, page_sections, page, page_answers
         sizes, probe, memory_model, step_time, strategy, planned, wanted, split_advice,
         confirmed, planning
-        links, trace, silent, payoff_facts, pays, findings, diagnosis, watch, machine, diagnose
+        links, trace, silent, chain, payoff_facts, payoff, pays, findings, diagnosis, watch,
+        machine, diagnose
     script, loop, logs, demo, cli
 
 What is on the last floor is imported when it is first used.

@@ -13,6 +13,7 @@ here; reading traces in `jdp.trace`, judging in `jdp.findings` and `jdp.pays`.
 import json
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,12 +26,14 @@ from jax.sharding import PartitionSpec as P
 
 from jdp import findings as judging
 from jdp import trace as tracing
+from jdp.chain import microbatch_of, parts
 from jdp.diagnosis import Check, Diagnosis, DiagnosisError, Process, Replica
 from jdp.hardware import Link, find_chip
 from jdp.holdings import holdings
 from jdp.links import Links
 from jdp.machine import Machine, doctor_machine
 from jdp.mesh import axis_size, data_axes
+from jdp.payoff_facts import shares_cores, two_links
 from jdp.pays import pays
 from jdp.processes import Channel
 from jdp.schedule import walk
@@ -61,8 +64,11 @@ def doctor(
     Guarantees:
         - Trains for real: `result.state` has seen every batch that was taken, once, and its
           values are those of the plain loop. The state given is consumed, as by the step.
-        - If the loader or a step fails, or batches run out before anything was measured, the
-          error is a `DiagnosisError` with the last state.
+        - Once a step was taken, every error is a `DiagnosisError` with the last state: if the
+          loader or a step fails, batches run out, or no trace can be recorded. Ctrl-C, too, leaves
+          with the state as an attribute of its exception.
+        - Before, a folder that cannot be written or links of another mesh are refused, and nothing
+          was run.
         - Compute, communication, input and host add up to the step.
 
     On CPU devices of one host, which share its cores, a figure of communication counts only
@@ -84,9 +90,10 @@ def doctor(
         What was found, and the state.
 
     Raises:
-        TypeError: If step is not a step of jdp, or batches is one batch.
-        ValueError: If there are no batches; the state is then as it was.
-        DiagnosisError: If the loader or a step failed.
+        TypeError: If step is not a step of jdp, batches is one batch, or links are no links.
+        ValueError: If there are no batches, or the folder cannot be written; the state is then as
+            it was.
+        DiagnosisError: If the loader, a step or the profiler failed.
 
     Example:
         >>> tx, mesh = optax.chain(jdp.all_reduce(), optax.sgd(0.1)), jdp.make_mesh()
@@ -97,8 +104,19 @@ def doctor(
         (6, 4)
     """
     _validate(step, batches, steps)
+    if links is not None:
+        two_links(links, step.mesh, data_axes(step.mesh))  # refuses those of another mesh
+    folder = None if folder is None else _writable(folder)
     run = Run(step, state, batches)
-    compile_s = warm_up(run)
+    with run.kept("Measuring"):
+        return _examine(run, steps, check and step.mesh.size > 1, links, folder)
+
+
+def _examine(
+    run: Run, steps: int, check: bool, links: Links | Link | None, folder: Path | None
+) -> Diagnosis:
+    """What `doctor` does with what it was given."""
+    step, compile_s = run.step, warm_up(run)
     most, drain = max(1, min(TRACED, steps // 2)), DRAIN if steps >= TRACED else 0
     text = step.lower(run.state, run.batch).compile().as_text()  # kept by JAX: not compiled again
     run.some(drain)
@@ -135,12 +153,26 @@ def doctor(
         replicas=replicas,
         findings=(),
         payoffs=(),
-        notes=(*run.notes, *notes, *_notes(trace, step, traced_s, step_s)),
+        notes=(*run.notes, *notes, *_notes(trace, step, traced_s, step_s, steps)),
+        shares_cores=shares_cores(step.mesh),
     )
-    if check:
-        result = result._replace(payoffs=_payoffs(result, run, links))
+    if check and axis_size(step.mesh, data_axes(step.mesh)) > 1:
+        result = _with_payoffs(result, run, links)
     facts = _facts(result, run, text, compiled)
     return result._replace(findings=judging.find(facts, result.payoffs))
+
+
+def _writable(folder: Path | str) -> Path:
+    """The folder, made if it is not there."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return Path(folder)
+    except OSError as error:
+        raise ValueError(
+            f"The trace cannot be kept in folder={str(folder)!r}: {error.strerror}. Give a folder "
+            "that can be written, or leave it out to keep no trace. No step was run."
+        ) from error
 
 
 def _validate(step: Any, batches: Any, steps: Any) -> None:
@@ -178,14 +210,13 @@ def _check(run: Run, mesh: Mesh) -> tuple[Check | None, list[str]]:
                 copy, metrics = turns[name](copy, run.batch)
                 jax.block_until_ready((copy, metrics))
                 times[name].append(time.perf_counter() - start)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error) or jax.process_count() > 1:
-            raise DiagnosisError(
-                f"The step without its communication failed ({error}). The state after the "
-                "measured steps is this error's `state`; check=False leaves the check out.",
-                run.state,
-            ) from error
-        return None, ["There is no memory for the check without communication: it was left out."]
+    except Exception as error:
+        if jax.process_count() > 1:  # the others would wait
+            raise
+        why = f"{type(error).__name__}: {error}"
+        if "RESOURCE_EXHAUSTED" in str(error):
+            why = "there is no memory for a second state"
+        return None, [f"The check without communication was left out: {why}."]
     notes = []
     if silent.left:
         notes.append(
@@ -247,23 +278,35 @@ def _replicas(mesh: Mesh, spent: dict[int, tuple[float, float]]) -> Iterator[Rep
             yield Replica(number, device.process_index, device.id, *spent[device.id])
 
 
-def _payoffs(result: Diagnosis, run: Run, links: Links | Link | None) -> Any:
-    """What would pay; of the two figures of exposed communication it is given the smaller.
+def _with_payoffs(result: Diagnosis, run: Run, links: Links | Link | None) -> Diagnosis:
+    """What would pay, given the mean of the two figures of exposed communication.
 
-    Waiting for others is none that sending less could spare.
+    Waiting for others is none that sending less could spare. The figures are what it may be at
+    least and at most.
     """
-    sending = result.communication_ms - result.waiting_ms
-    added = sending if result.check is None else result.check.added_ms
-    exposed = max(0.0, min(sending, added))
-    exposed, seconds = _agreed(run.step.mesh, exposed / 1e3, result.step_ms / 1e3)
-    return pays(
-        run.step,
-        run.state,
-        run.batch,
-        links=links,
-        step_seconds=seconds,
-        exposed_seconds=exposed,
-    )
+    sending = max(0.0, result.communication_ms - result.waiting_ms)
+    added = sending if result.check is None else max(0.0, result.check.added_ms)
+    exposed, idle = (sending + added) / 2, result.input_ms + result.host_ms
+    off = abs(sending - added) / 2 / exposed if exposed else 0.0
+    figures = _agreed(run.step.mesh, exposed, result.step_ms, -off, -idle)
+    exposed, step_ms, off, idle = figures
+    try:
+        rows = pays(
+            run.step,
+            run.state,
+            run.batch,
+            links=links,
+            step_seconds=step_ms / 1e3,
+            exposed_seconds=exposed / 1e3,
+            off=-off,
+            idle_seconds=-idle / 1e3,
+        )
+    except Exception as error:
+        if jax.process_count() > 1:  # the others would wait
+            raise
+        note = f"What would pay was left out ({type(error).__name__}: {error})."
+        return result._replace(notes=(*result.notes, note))
+    return result._replace(payoffs=rows)
 
 
 def _agreed(mesh: Mesh, *figures: float) -> tuple[float, ...]:
@@ -287,6 +330,7 @@ def _facts(result: Diagnosis, run: Run, text: str, compiled: tuple[int, float]) 
     faster = 1.0
     if chip is not None and _multiplies_float32(run):
         faster = chip.flops.get("bf16", 1.0) / chip.flops.get("f32", 1.0)
+    asked = parts(run.step.recipe.tx)
     late = [process.input_ms + process.host_ms for process in result.processes]
     who = int(np.argmax(late))
     return judging.Facts(
@@ -297,20 +341,18 @@ def _facts(result: Diagnosis, run: Run, text: str, compiled: tuple[int, float]) 
         input=result.input_ms,
         host=result.host_ms,
         replica_ms=tuple(replica.compute_ms for replica in result.replicas),
-        shares_cores=_share_cores(mesh),
+        shares_cores=result.shares_cores,
         recompiled=compiled[0],
         compile_ms=compiled[1],
         collectives=walk(text, mesh).collectives,
         large=() if find_placement(state.opt_state) else tuple(whole),
         replicas=axis_size(mesh, data_axes(mesh)),
         half_is_faster=faster,
+        microbatch=microbatch_of(run.step.recipe),
+        reduction=asked.reduction,
+        stage=0 if asked.zero is None else asked.zero.number,
         waits_on_others=(who, max(late) - min(late)) if len(late) > 1 else None,
     )
-
-
-def _share_cores(mesh: Mesh) -> bool:
-    """Whether a process has several CPU devices, which wait for each other's cores."""
-    return mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
 
 
 def _multiplies_float32(run: Run) -> bool:
@@ -321,9 +363,9 @@ def _multiplies_float32(run: Run) -> bool:
 
 
 def _notes(
-    trace: tracing.Trace, step: TrainStep, traced_s: float, step_s: float | None
+    trace: tracing.Trace, step: TrainStep, traced_s: float, step_s: float | None, steps: int
 ) -> Iterator[str]:
-    if _share_cores(step.mesh):
+    if shares_cores(step.mesh):
         yield (
             f"{len(step.mesh.local_devices)} emulated devices take turns on the cores of one host. "
             "Their shares tell what the host spends, not what devices of their own would: "
@@ -338,4 +380,6 @@ def _notes(
             "traced steps."
         )
     if step_s is None:
-        yield "No step was timed without a trace: there were too few batches."
+        yield "No step was timed without a trace, which slows it: " + (
+            "steps=1 leaves none." if steps == 1 else "there were too few batches."
+        )

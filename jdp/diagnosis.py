@@ -8,11 +8,11 @@ import os
 from typing import Any, NamedTuple
 
 from jdp import findings as judging
-from jdp import pays as paying
+from jdp import payoff as paying
 from jdp.findings import Finding
 from jdp.holdings import table
 from jdp.links import as_json
-from jdp.pays import Payoff
+from jdp.payoff import WIDTH, Payoff, fill, ms
 
 _BAR = 40  # characters for a whole step
 
@@ -106,6 +106,7 @@ class Diagnosis(NamedTuple):
         findings: What is worth a change, largest gain first.
         payoffs: What each technique would do to the step.
         notes: What to know when reading the figures.
+        shares_cores: Whether the devices take turns on the cores of one host.
     """
 
     state: Any
@@ -125,6 +126,7 @@ class Diagnosis(NamedTuple):
     findings: tuple[Finding, ...]
     payoffs: tuple[Payoff, ...]
     notes: tuple[str, ...]
+    shares_cores: bool = False
 
     @property
     def slowest(self) -> Replica | None:
@@ -150,14 +152,18 @@ class Diagnosis(NamedTuple):
         return cls(**told | lists | {"check": check, "notes": tuple(told["notes"])})
 
     def __str__(self) -> str:
-        lines = self.process_cells()
-        others = [table(lines, numbers=(1, 2, 3, 4, 5))] if lines else []
+        cells = self.process_cells()
+        others = [table(cells, numbers=(1, 2, 3, 4, 5))] if cells else []
         shares = [table(self.share_cells(), numbers=(1, 2)), *self.remarks]
         others += [self.straggler] if self.straggler else []
         parts = ["\n".join(shares), "\n".join(others), judging.show(self.findings)]
         if self.payoffs:
             parts.append(paying.show(self.payoffs))
-        return "\n\n".join([*filter(None, parts), *(f"Note: {note}" for note in self.notes)])
+        parts += [fill(f"Note: {note}", WIDTH) for note in self.notes]
+        return "\n\n".join(filter(None, parts))
+
+    def __repr__(self) -> str:
+        return str(self)  # a state would fill the screen
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes it as one file that needs nothing else.
@@ -167,7 +173,7 @@ class Diagnosis(NamedTuple):
         """
         from jdp import page_answers, page_parts
 
-        title = f"jdp.doctor: {self.step_ms:.3g} ms a step"
+        title = f"jdp.doctor: {ms(self.step_ms)} a step"
         page_parts.write(path, page_parts.alone(page_answers.diagnosis(self), title))
 
     def _repr_html_(self) -> str:
@@ -198,39 +204,38 @@ class Diagnosis(NamedTuple):
         """What there is to say of the parts: who waits, what is hidden, the check."""
         said = []
         if self.waiting_ms > 0.01 * self.step_ms:
-            said.append(
-                f"Of communication {self.waiting_ms:.3g} ms are waiting for slower devices."
-            )
-        if self.hidden_ms:
-            said.append(f"Another {self.hidden_ms:.3g} ms of communication run under compute.")
+            said.append(f"Of communication {ms(self.waiting_ms)} are waiting for slower devices.")
+        if self.hidden_ms and not self.shares_cores:
+            said.append(f"Another {ms(self.hidden_ms)} of communication run under compute.")
         if self.check is not None:
+            adds = ms(self.check.added_ms) if self.check.added_ms > 0 else "nothing to be seen"
             said.append(
-                f"Check: without its communication a step takes {self.check.silent_ms:.3g} ms "
-                f"where with it {self.check.step_ms:.3g} ms: it adds {self.check.added_ms:.3g} ms."
+                f"Check: a step that is waited for takes {ms(self.check.step_ms)}, and "
+                f"{ms(self.check.silent_ms)} without its communication: this adds {adds}."
             )
         return tuple(said)
 
     @property
     def straggler(self) -> str:
-        """The slowest replica, in words; "" if there is no other."""
-        if self.slowest is None or len(self.replicas) < 2:
+        """The slowest replica, in words; "" if there is no other, or it is for want of cores."""
+        if self.slowest is None or len(self.replicas) < 2 or self.shares_cores:
             return ""
         others = sorted(x.compute_ms for x in self.replicas if x is not self.slowest)
         middle = others[len(others) // 2]
         over = f", {100 * (self.slowest.compute_ms / middle - 1):.0f} % over the others' median"
         return (
             f"Slowest replica: {self.slowest.replica} (device {self.slowest.device}, process "
-            f"{self.slowest.process}) computes {self.slowest.compute_ms:.3g} ms"
+            f"{self.slowest.process}) computes {ms(self.slowest.compute_ms)}"
             + (over if middle else "")
         )
 
     def share_cells(self) -> list[tuple[str, ...]]:
         """A step and its parts, with bars, as rows of text."""
-        told = f"of {self.steps}, first {self.compile_s:.3g} s"
-        lines: list[tuple[str, ...]] = [("a step", f"{self.step_ms:.3g} ms", "", told)]
+        told = f"of {self.steps}; the first took {self.compile_s:.3g} s, with compiling"
+        lines: list[tuple[str, ...]] = [("a step", ms(self.step_ms), "", told)]
         for name, spent in self.shares.items():
             part = spent / self.step_ms
-            lines.append((name, f"{spent:.3g} ms", f"{100 * part:.0f} %", "#" * round(_BAR * part)))
+            lines.append((name, ms(spent), f"{100 * part:.0f} %", "#" * round(_BAR * part)))
         return lines
 
     def process_cells(self) -> list[tuple[str, ...]]:
@@ -241,5 +246,5 @@ class Diagnosis(NamedTuple):
             ("process", "compute", "communication", "input", "host", "waits for others")
         ]
         for process, *spent in self.processes:
-            lines.append((str(process), *(f"{x:.3g} ms" for x in spent)))
+            lines.append((str(process), *map(ms, spent)))
         return lines

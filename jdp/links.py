@@ -11,7 +11,7 @@ here knows a model or a step.
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 SIZES = (2**12, 2**16, 2**20, 2**23)
 SECONDS = 20.0
 _REPEATS = 7  # an odd number, for the median
+_MISFIT = 0.5  # relative error of a fit beyond which its figures are called into question
 _UNSEEN = 1e15  # bytes a second, where time does not grow with the size
 _UNIT = Link(1.0, 0.0, ""), Link(float("inf"), 1.0, "")  # seconds for each byte/s, each latency
 
@@ -96,6 +97,14 @@ class Links(NamedTuple):
         axes = {name: Link(**link) for name, link in told["axes"].items()}
         ends = {name: Link(**told[name]) for name in ("to_device", "to_host")}
         return cls(tuple(rows), axes, **ends, seconds=told["seconds"], notes=tuple(told["notes"]))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __rich__(self) -> Any:
+        from rich.text import Text
+
+        return Text(str(self))
 
     def __str__(self) -> str:
         lines = [("axis", "collective", "devices", "latency", "rate", "fit within")]
@@ -174,9 +183,12 @@ def measure(
         )[0]
         for axis in axes
     }
-    to_device, to_host = _host_links(mesh, sizes)
+    (to_device, *there), (to_host, *back) = _host_links(mesh, sizes)
+    fits = [(f"{row.kind} along {row.axis!r}", row.off) for row in rows]
+    fits += [("host to device", max(there)), ("device to host", max(back))]
+    notes = (*_notes(mesh, axes), *_misfits(fits))
     taken = time.perf_counter() - began
-    return Links(tuple(rows), by_axis, to_device, to_host, taken, _notes(mesh, axes))
+    return Links(tuple(rows), by_axis, to_device, to_host, taken, notes)
 
 
 def _validate(kinds: Sequence[str], sizes: Sequence[int]) -> None:
@@ -199,6 +211,17 @@ def _notes(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
             "nothing about a GPU or TPU."
         )
     return tuple(notes)
+
+
+def _misfits(fits: Sequence[tuple[str, float]]) -> Iterator[str]:
+    """A note on times that no latency and rate explain."""
+    worst = [f"{name} (off by {off:.0%})" for name, off in fits if off > _MISFIT]
+    if worst:
+        yield (
+            f"Times of {', '.join(worst)} do not follow a latency and a rate, so these figures "
+            "mean little: something else was running, or sizes take different ways. Measure again "
+            "on a quiet machine, or believe the seconds of each size in `rows`."
+        )
 
 
 def _channel(mesh: Mesh) -> Channel | None:
@@ -263,7 +286,7 @@ def _median(run: Callable[[], Any]) -> float:
     return statistics.median(found)
 
 
-def _host_links(mesh: Mesh, sizes: Sequence[int]) -> tuple[Link, Link]:
+def _host_links(mesh: Mesh, sizes: Sequence[int]) -> tuple[tuple[Link, float], tuple[Link, float]]:
     """Copies to this process's first device, and back."""
     device, there, back = mesh.local_devices[0], [], []
     for size in sorted(set(sizes)):
@@ -275,8 +298,8 @@ def _host_links(mesh: Mesh, sizes: Sequence[int]) -> tuple[Link, Link]:
         fetch = lambda arrays=arrays: np.array(next(arrays), copy=True)  # noqa: E731
         back.append(("collective-permute", host.nbytes, 2, _median(fetch)))
     return (
-        fit(there, "measured, host memory to a device")[0],
-        fit(back, "measured, a device to host memory")[0],
+        fit(there, "measured, host memory to a device"),
+        fit(back, "measured, a device to host memory"),
     )
 
 

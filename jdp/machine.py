@@ -107,6 +107,14 @@ class Machine(NamedTuple):
         told |= {name: tuple(told[name]) for name in ("problems", "notes")}
         return cls(**told)
 
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __rich__(self) -> Any:
+        from rich.text import Text
+
+        return Text(str(self))
+
     def __str__(self) -> str:
         told = [(name, version) for name, version in self.versions.items()]
         by_process = [sum(d.process == p for d in self.devices) for p in range(self.processes)]

@@ -216,9 +216,9 @@ def _payoffs(found: Sequence["Payoff"]) -> str:
     most = max(max(x.now_ms, x.then_ms) for x in found) or 1.0
     now = found[0].now_ms
     body = "".join(
-        f'<tr class="{"" if x.pays else "faint"}"><td>{"✓ yes" if x.pays else "no"}</td>'
+        f'<tr class="{"" if x.pays else "faint"}"><td>{"✓ " if x.pays else ""}{x.answer}</td>'
         f'<td class="text">{page_text(x.what)}<br><small><code>{page_text(x.argument)}</code>'
-        f'</small></td><td class="number">{_ms(x.then_ms)}</td>'
+        f'</small></td><td class="number">{"" if x.pays is None else _ms(x.then_ms)}</td>'
         '<td class="meters framed">'
         f"{meter([('act' if x.pays else 'rest', x.then_ms)], most, x.now_ms)}</td>"
         f'<td class="number">{human(x.saves) if x.saves else ""}</td>'

@@ -11,7 +11,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +20,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jdp.chain import Parts, parts
 from jdp.costs import collective_seconds
 from jdp.hardware import Link
 from jdp.links import Links, measure
 from jdp.mesh import axis_size, data_axes
 from jdp.padded import is_padded, logical
-from jdp.reduce import all_reduce
 from jdp.replica import PerReplica
 from jdp.report import explain
 from jdp.schedule import walk
@@ -38,6 +38,7 @@ from jdp.train import TrainStep
 from jdp.zero import zero1
 
 _ALONE_SECONDS = 3.0  # to measure links for, where none were given
+_DOUBT, _DOUBT_ON_SHARED_CORES = 0.1, 1 / 3  # what timings are off by, relative to themselves
 
 
 class Facts(NamedTuple):
@@ -59,47 +60,66 @@ class Facts(NamedTuple):
     # of the step's exchange of gradients run alone, and of another reduction's; `None` if not timed
     now_alone: float | None = None
     alone: Callable[[Any], float] | None = None
+    parts: Parts = Parts()
+    every: int = 1  # batches for each exchange
+    again: int = 1  # exchanges of gradients in a step
+    doubt: float = 0.0  # what timings are off by, relative to themselves
+    off: float = 0.0  # what exposed communication is off by, likewise
+    idle: float = 0.0  # of a step, devices wait for their host or input
 
 
 def here(
     step: TrainStep, state: Any, batch: Any, links: Any, step_seconds: float, exposed: float
 ) -> Facts:
     """Facts of the devices at hand."""
-    mesh = step.mesh
+    mesh, asked = step.mesh, parts(step.recipe.tx)
     axes = data_axes(mesh)
     replicas = axis_size(mesh, axes)
-    timed = links is None  # links that were given are to be believed
-    if timed and replicas > 1:
+    timed = links is None and replicas > 1  # links that were given are to be believed
+    if timed:
         links = measure(mesh, sizes=(2**14, 2**22), seconds=_ALONE_SECONDS)
-    inner, outer, nodes = _two_links(links, mesh, axes)
+    inner, outer, nodes = two_links(links, mesh, axes)
     seconds = _model(replicas, inner, outer, nodes)
     collectives = walk(step.lower(state, batch).compile().as_text(), mesh).collectives
-    modelled = sum(row.times * seconds(row.kind, row.bytes) for row in collectives)
     sizes, sent = _sizes(state), sum(row.wire_bytes for row in collectives)
-    now_alone = alone = None
-    if timed and replicas > 1:
-        alone = functools.partial(_alone_seconds, state=state, mesh=mesh)
-        if find_placement(state.opt_state) is None:
-            whole = 2 * (replicas - 1) / replicas * sizes[0]
-            now_alone = alone(all_reduce()) * sent / whole
-        else:
-            now_alone = alone(zero1(optax.scale(-1.0)))
-    optimizer = _update_seconds(step, state)
-    return Facts(
+    scatters = [row.times for row in collectives if row.kind in ("reduce-scatter", "all-to-all")]
+    facts = Facts(
         replicas,
         nodes,
         step_seconds,
         exposed,
-        modelled,
+        sum(row.times * seconds(row.kind, row.bytes) for row in collectives),
         sent,
-        optimizer,
+        # what accumulates or takes local steps has no update that could be run alone
+        0.0 if asked.every > 1 or asked.local else _update_seconds(step, state),
         *sizes,
         _stage(state),
         seconds,
         _crossing(sizes[0], outer, nodes, replicas),
-        now_alone,
-        alone,
+        parts=asked,
+        every=asked.every,
+        again=max(scatters, default=1),
+        doubt=_DOUBT_ON_SHARED_CORES if shares_cores(mesh) else _DOUBT,
     )
+    if not timed or asked.local:
+        return facts
+    alone = functools.partial(_alone_seconds, state=state, mesh=mesh)
+    now = _exchange(asked, facts.stage)
+    return facts._replace(alone=alone, now_alone=None if now is None else alone(now))
+
+
+def _exchange(asked: Parts, stage: int) -> Any:
+    """The step's own exchange of gradients alone; `None` if it is not known."""
+    if not stage:
+        return asked.reduces
+    axis = None if asked.zero is None else asked.zero.axis
+    scattered = zero1(optax.scale(-1.0), axis, wire_dtype=asked.wire_dtype)
+    return scattered if asked.reduces is None else optax.chain(asked.reduces, scattered)
+
+
+def shares_cores(mesh: Mesh) -> bool:
+    """Whether a process has several CPU devices, which wait for each other's cores."""
+    return mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) > 1
 
 
 def on_target(
@@ -115,6 +135,7 @@ def on_target(
         )
     replicas = axis_size(mesh, data_axes(mesh))
     link = links if isinstance(links, Link) else there.chip.inner
+    asked = parts(step.recipe.tx)
     seconds = _model(replicas, link, there.chip.outer, there.nodes)
     sizes = _sizes(state)
     traffic = _traffic(sizes, find_placement(state.opt_state), replicas)
@@ -130,20 +151,38 @@ def on_target(
         _stage(state),
         seconds,
         _crossing(sizes[0], there.chip.outer, there.nodes, replicas),
+        parts=asked,
+        every=asked.every,
     )
     return facts, mesh, there.chip.memory_bytes_per_s
 
 
-def _two_links(
+def two_links(
     links: Any, mesh: Mesh, axes: tuple[str, ...]
 ) -> tuple[Link | None, Link | None, int]:
-    """The link within a node, that between nodes, and how many nodes there are."""
-    if not isinstance(links, Links):
-        return links, None, 1
-    several = [axis for axis in axes if axis in links.axes]
+    """The link within a node, that between nodes, and how many nodes there are.
+
+    Raises:
+        TypeError: If links are no links.
+        ValueError: If they are those of other axes.
+    """
+    if axis_size(mesh, axes) == 1 or isinstance(links, Link):
+        return (links if isinstance(links, Link) else None), None, 1
+    by_axis = links.axes if isinstance(links, Links) else links
+    if not isinstance(by_axis, Mapping) or not all(isinstance(x, Link) for x in by_axis.values()):
+        raise TypeError(
+            f"links are a {type(links).__name__}, not what jdp.links.measure(mesh) returns. Give "
+            "that, one jdp.hardware.Link, or one for each mesh axis; None measures."
+        )
+    several = [axis for axis in axes if mesh.shape[axis] > 1]
+    if lacking := [axis for axis in several if axis not in by_axis]:
+        raise ValueError(
+            f"links are of the axes {[*by_axis]}, but the replicas also lie along {lacking}. "
+            "Measure on the mesh of the step: jdp.links.measure(step.mesh)."
+        )
     if len(several) == 2:  # the outer axis comes first
-        return links.axes[several[1]], links.axes[several[0]], mesh.shape[several[0]]
-    return (links.axes[several[0]] if several else None), None, 1
+        return by_axis[several[1]], by_axis[several[0]], mesh.shape[several[0]]
+    return by_axis[several[0]], None, 1
 
 
 def _model(
@@ -164,14 +203,25 @@ def _crossing(grads: int, outer: Link | None, nodes: int, replicas: int) -> floa
 
 
 def _sizes(state: Any) -> tuple[int, int, int]:
-    """Bytes of gradients in float32, of parameters and of optimizer state, all of them whole."""
+    """Bytes of gradients in float32, of parameters, and of optimizer state that could be split.
 
-    def size(tree: Any, each: int | None = None) -> int:
+    The last are those that a device holds whole, or ZeRO's own: what each replica has of its own,
+    such as a residual, cannot be shared out.
+    """
+
+    def size(tree: Any, each: int | None = None, whole: bool = False) -> int:
         leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype") and hasattr(x, "shape")]
         leaves = [x for x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+        if whole:
+            places = [getattr(x, "sharding", None) for x in leaves]
+            pairs = zip(leaves, places, strict=True)
+            leaves = [x for x, place in pairs if place is None or place.is_fully_replicated]
         return sum(math.prod(x.shape) * (each or x.dtype.itemsize) for x in leaves)
 
-    return size(state.params, 4), size(state.params), size(state.opt_state)
+    params, staged = logical(state.params), find_placement(state.opt_state) is not None
+    opt_state = jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, PerReplica))
+    shared = [x for x in opt_state if not isinstance(x, PerReplica)]
+    return size(params, 4), size(params), size(shared, whole=not staged)
 
 
 def _traffic(sizes: tuple[int, int, int], placement: Any, replicas: int) -> float:

@@ -1,12 +1,11 @@
 """Does it pay? What sending less, or holding less, would make of a step's time.
 
-    step, its measured time, links  --pays-->  a row for each technique: now, then, yes or no
+    step, its measured time, links  --pays-->  a row for each technique: now, then, yes, no or ?
 
 The step's exposed communication is scaled by what the alpha-beta model (`jdp.costs`) says of the
 bytes that each technique sends against those that the step sends now; their bytes are read from the
 technique's own lowered program. What encoding costs is timed here, without communication, or for a
-target reckoned from the bytes that pass through memory. A gain under 3 % is a no: it is within what
-one run differs from the next.
+target reckoned from the bytes that pass through memory.
 
 What it does not know: how much of a smaller exchange would hide under compute that the present one
 does not, and what a technique does to the loss.
@@ -14,23 +13,25 @@ does not, and what a technique does to the loss.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from jdp.asked import sends
+from jdp.chain import wire_code
 from jdp.hardware import Link
-from jdp.holdings import human, table
 from jdp.links import Links
+from jdp.payoff import LEAST, Change, Payoff, ms, predicted, refused, show
 from jdp.payoff_facts import Facts, here, on_target, reduction, silent_seconds
 from jdp.power import power_sgd
 from jdp.reduce import all_reduce
-from jdp.silent import sends
 from jdp.train import TrainStep
 from jdp.zero import zero1
 
-LEAST = 0.03  # of the step: less is lost in noise
+__all__ = ["Payoff", "pays", "show"]
+
 EVERY = 4  # batches that `jdp.multi_steps` is tried with
 
 # Each technique of sending less, the argument that asks for it, and how often its encoding reads or
@@ -41,32 +42,12 @@ _LESS = (
     ("int8 wire", "jdp.all_reduce(wire_dtype=jnp.int8, error_feedback=True)", 8.0),
     ("PowerSGD, rank 4", "jdp.power_sgd(rank=4)", 7.0),
 )
-
-
-class Payoff(NamedTuple):
-    """What a technique would do.
-
-    Attributes:
-        what: The technique.
-        argument: What to write.
-        pays: Whether the step gets faster by 3 % or more.
-        now_ms: Milliseconds of a step now.
-        then_ms: Predicted, with it.
-        sent_now: Bytes that a device sends in a step now.
-        sent_then: Bytes that it would send.
-        saves: Bytes of memory that each device would have free.
-        why: In words.
-    """
-
-    what: str
-    argument: str
-    pays: bool
-    now_ms: float
-    then_ms: float
-    sent_now: float
-    sent_then: float
-    saves: int
-    why: str
+_WIRES = {"bfloat16 wire": jnp.bfloat16, "int8 wire": jnp.int8}
+_TRANSFORMS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "bfloat16 wire": lambda: all_reduce(wire_dtype=jnp.bfloat16),
+    "int8 wire": lambda: all_reduce(wire_dtype=jnp.int8, error_feedback=True),
+    "PowerSGD, rank 4": lambda: power_sgd(rank=4),
+}
 
 
 def pays(
@@ -78,6 +59,8 @@ def pays(
     links: Links | Link | None = None,
     step_seconds: float | None = None,
     exposed_seconds: float | None = None,
+    off: float = 0.0,
+    idle_seconds: float = 0.0,
 ) -> tuple[Payoff, ...]:
     """Predicts what bf16, int8, PowerSGD, ZeRO, accumulation and hierarchical sums would gain.
 
@@ -91,16 +74,20 @@ def pays(
         batch: A global batch; for a target shapes will do.
         target: Predict for hardware that need not be here, such as "h100:2x8"; the step's times
             are then those of `jdp.explain`. `None` takes the devices at hand.
-        links: Links to use, such as `jdp.links.measure` returns. `None` takes the target's, or
-            measures for a few seconds.
+        links: Links to use, such as `jdp.links.measure` returns, or one for each axis. `None` takes
+            the target's, or measures for a few seconds.
         step_seconds: Measured seconds of a step, as `jdp.doctor` finds them.
         exposed_seconds: Of these, what communication adds.
+        off: What `exposed_seconds` may be off by, relative to itself.
+        idle_seconds: Of a step, what devices wait for their host or for input.
 
     Returns:
-        A row for each technique, those that gain most first.
+        A row for each technique, those that pay first. Of a step that takes local steps, one row.
 
     Raises:
-        ValueError: If only one of the two times is given, or none and no target.
+        ValueError: If only one of the two times is given, or none and no target; or if links are
+            not those of the mesh.
+        TypeError: If links are no links.
 
     Example:
         >>> tx, mesh = optax.chain(jdp.all_reduce(), optax.sgd(0.1)), jdp.make_mesh()
@@ -125,36 +112,17 @@ def pays(
     else:
         mesh, memory_rate = step.mesh, None
         facts = here(step, state, batch, links, step_seconds or 0.0, exposed_seconds or 0.0)
+    facts = facts._replace(off=max(facts.doubt, off), idle=idle_seconds)
+    if facts.parts.local:
+        return (_fewer_rounds(facts),)
     rows = [
         *_sending_less(facts, state, mesh, memory_rate),
         *_stages(facts, state, mesh),
         _accumulating(facts),
         _hierarchical(facts),
     ]
-    return tuple(sorted(rows, key=lambda row: row.then_ms - row.now_ms))
-
-
-def show(rows: Sequence[Payoff]) -> str:
-    """The rows as aligned text."""
-    lines = [("does it pay", "", "now", "then", "sent", "then sent", "memory", "why")]
-    for row in rows:
-        saves = f"-{human(row.saves)}" if row.saves else ""
-        times = (f"{row.now_ms:.3g} ms", f"{row.then_ms:.3g} ms")
-        sizes = (human(int(row.sent_now)), human(int(row.sent_then)))
-        lines.append((row.argument, "yes" if row.pays else "no", *times, *sizes, saves, row.why))
-    return table(lines, numbers=(2, 3, 4, 5, 6))
-
-
-def _payoff(
-    facts: Facts, what: str, argument: str, then: float, sent: float, why: str, saves: int = 0
-) -> Payoff:
-    """The row of a prediction, and its yes or no."""
-    gain = 1 - then / facts.step
-    pays = gain >= LEAST
-    if not pays and not why:
-        why = f"{gain:+.1%} of the step: within noise" if gain > 0 else "the step gets slower"
-    why = why or f"{gain:.0%} of the step"
-    return Payoff(what, argument, pays, 1e3 * facts.step, 1e3 * then, facts.sent, sent, saves, why)
+    order = (True, None, False)
+    return tuple(sorted(rows, key=lambda row: (order.index(row.pays), row.then_ms - row.now_ms)))
 
 
 def _exposed(facts: Facts, modelled: float) -> float:
@@ -162,43 +130,85 @@ def _exposed(facts: Facts, modelled: float) -> float:
     return facts.exposed * modelled / facts.modelled if facts.modelled else 0.0
 
 
+def _zero_code(number: int, facts: Facts, wire_dtype: Any) -> str:
+    """A stage with the arguments that the step's own has, or that follow from its reduction."""
+    asked = facts.parts.zero
+    own = [wire_code(wire_dtype)]
+    if asked is not None and asked.axis is not None:
+        own.insert(0, f"axis={asked.axis!r}")
+    if number == 2 and asked is not None and asked.number == 2 and asked.reduce:
+        own.append(f'reduce="{asked.reduce}"')
+    return f"jdp.zero{number}({', '.join(['inner', *filter(None, own)])})"
+
+
+def _now_code(facts: Facts) -> str:
+    """What the step has now, as far as it is known."""
+    if facts.stage:
+        return _zero_code(facts.stage, facts, facts.parts.wire_dtype)
+    return facts.parts.reduction
+
+
+def _code(facts: Facts, what: str, argument: str) -> tuple[str, str]:
+    """What to write to send less, and in the place of what."""
+    if not facts.stage:
+        return argument, facts.parts.reduction
+    now = _now_code(facts)
+    if what in _WIRES:
+        return _zero_code(facts.stage, facts, _WIRES[what]), now
+    return f"optax.chain({argument}, {now})", now
+
+
+def _refused(facts: Facts, what: str) -> str:
+    """Why a technique of sending less does not apply; "" if it does."""
+    parts, narrow = facts.parts, _WIRES.get(what)
+    if facts.replicas == 1:
+        return "one device sends nothing"
+    if narrow is None and facts.stage > 1:
+        return f"zero{facts.stage} reduces gradients itself"
+    if parts.compresses:
+        return f"the step has {parts.reduction} already"
+    if narrow is not None and parts.wire_dtype is not None:
+        bits = 8 * jnp.dtype(parts.wire_dtype).itemsize
+        if bits <= 8 * jnp.dtype(narrow).itemsize:
+            return f"the step sends {bits} bits already"
+    return ""
+
+
 def _sending_less(facts: Facts, state: Any, mesh: Mesh, memory_rate: float | None) -> list[Payoff]:
     """The wire dtypes and PowerSGD."""
     rows = []
     for what, argument, passes in _LESS:
-        if facts.replicas == 1:
-            rows.append(_payoff(facts, what, argument, facts.step, 0.0, "one device sends nothing"))
-            continue
-        narrow = _SHARE_OF_BYTES.get(what)
-        if facts.stage and narrow is None:
-            argument = f"{argument} before jdp.zero1"
-        elif facts.stage:
-            argument = f"jdp.zero{facts.stage}({argument.removeprefix('jdp.all_reduce(')}"
-        if facts.stage > 1 and narrow is None:
-            why = f"zero{facts.stage} reduces gradients itself"
-            rows.append(_payoff(facts, what, argument, facts.step, facts.sent, why))
+        code = _code(facts, what, argument)
+        if why := _refused(facts, what):
+            rows.append(refused(facts, what, code, why))
             continue
         modelled, sent = _less(facts, what, state, mesh)
+        if sent > 0.98 * facts.sent:
+            rows.append(refused(facts, what, code, "it sends no less than the step does"))
+            continue
         saved = facts.exposed - _exposed(facts, modelled)
         encoding = functools.partial(_encoding, facts, what, passes, state, mesh, memory_rate)
-        rows.append(_payoff_of_saving(facts, what, argument, saved, encoding, sent))
+        rows.append(_payoff_of_saving(facts, what, code, saved, encoding, sent))
     return rows
+
+
+def _bytes(found: Sequence[tuple[str, int]], replicas: int) -> float:
+    """Bytes that a device sends around a ring."""
+    ring = (replicas - 1) / replicas
+    return ring * sum(size * (2 if kind == "all-reduce" else 1) for kind, size in found)
 
 
 def _less(facts: Facts, what: str, state: Any, mesh: Mesh) -> tuple[float, float]:
     """Seconds of all collectives, by the model, and bytes sent, with a technique."""
-    ring = (facts.replicas - 1) / facts.replicas
-    if facts.stage and what in _SHARE_OF_BYTES:  # the gradients are scattered, in fewer bytes
-        less = facts.grads * _SHARE_OF_BYTES[what]
-        spared = facts.seconds("reduce-scatter", facts.grads) - facts.seconds("all-to-all", less)
-        return max(0.0, facts.modelled - spared), facts.sent - ring * (facts.grads - less)
-    found = sends(reduction(_TRANSFORMS[what](), state, mesh)[0])
-    modelled = sum(facts.seconds(kind, size) for kind, size in found)
-    sent = ring * sum(size * (2 if kind == "all-reduce" else 1) for kind, size in found)
-    if facts.stage:  # zero1 takes what a compressor has reduced, and gathers updates
-        modelled += facts.seconds("all-gather", facts.params)
-        sent += ring * facts.params
-    return modelled, sent
+    then = sends(reduction(_transform(facts, what), state, mesh)[0])
+    seconds = lambda found: sum(facts.seconds(*one) for one in found)  # noqa: E731
+    if not facts.stage:
+        return seconds(then), _bytes(then, facts.replicas)
+    # of a stage only what is exchanged of the gradients changes, as often as it is exchanged
+    now = sends(reduction(_present(facts), state, mesh)[0])
+    spared = facts.again * (seconds(now) - seconds(then))
+    less = facts.again * (_bytes(now, facts.replicas) - _bytes(then, facts.replicas))
+    return max(0.0, facts.modelled - spared), facts.sent - less
 
 
 def _encoding(
@@ -207,127 +217,183 @@ def _encoding(
     """Seconds that a technique computes besides."""
     if memory_rate is not None:
         return passes * facts.grads / memory_rate
-    times = [silent_seconds(tx, state, mesh) for tx in (_transform(facts, what), all_reduce())]
+    both = (_transform(facts, what), _present(facts))
+    times = [silent_seconds(tx, state, mesh) for tx in both]
     return max(0.0, times[0] - times[1])
 
 
 def _payoff_of_saving(
     facts: Facts,
     what: str,
-    argument: str,
+    code: tuple[str, str],
     saved: float,
     encoding: Callable[[], float],
     sent: float,
 ) -> Payoff:
     """The row of something that saves communication; what it computes is timed if that matters."""
-    if saved < LEAST * facts.step:
-        why = f"no more than {1e3 * max(saved, 0.0):.2g} ms are to be gained"
-        return _payoff(facts, what, argument, facts.step - saved, sent, why)
+    if saved * (1 + facts.off) < LEAST * facts.step:
+        why = f"no more than {ms(1e3 * max(saved, 0.0))} are to be gained"
+        return predicted(facts, what, code, Change(saved), sent, why=why)
     if facts.alone is not None and facts.now_alone is not None:
-        then, why = _as_timed(facts, facts.alone(_transform(facts, what)))
-        return _payoff(facts, what, argument, then, sent, why)
-    costs = encoding()
-    then, why = facts.step - saved + costs, ""
-    if then > (1 - LEAST) * facts.step:
-        why = f"encoding takes {1e3 * costs:.2g} ms, sending less saves {1e3 * saved:.2g}"
-    return _payoff(facts, what, argument, then, sent, why)
+        alone = facts.alone(_transform(facts, what))
+        change = _as_timed(facts, alone)
+        why = ""
+        if change.gain < LEAST * facts.step:
+            why = (
+                f"its exchange takes {ms(1e3 * alone)}, the present one {ms(1e3 * facts.now_alone)}"
+            )
+        return predicted(facts, what, code, change, sent, why=why)
+    costs, why = encoding() / facts.every, ""
+    if saved - costs < LEAST * facts.step:
+        why = f"encoding takes {ms(1e3 * costs)}, sending less saves {ms(1e3 * saved)}"
+    return predicted(facts, what, code, Change(saved, added=costs), sent, why=why)
 
 
-def _as_timed(facts: Facts, alone: float) -> tuple[float, str]:
-    """A step with an exchange that was timed alone, against the present one.
+def _as_timed(facts: Facts, alone: float) -> Change:
+    """What an exchange that was timed alone changes, against the present one.
 
     What is saved is so in the part that is exposed now; what is added is added.
     """
     assert facts.now_alone is not None
-    change = alone - facts.now_alone
-    if change < 0:
-        change *= min(1.0, facts.exposed / facts.now_alone)
-    then, why = facts.step + change, ""
-    if then > (1 - LEAST) * facts.step:
-        why = (
-            f"its exchange takes {1e3 * alone:.2g} ms, the present one {1e3 * facts.now_alone:.2g}"
-        )
-    return then, why
+    saved = (facts.now_alone - alone) / facts.every
+    if saved > 0:
+        saved *= min(1.0, facts.exposed * facts.every / facts.now_alone)
+    return Change(saved)
+
+
+def _simplest(facts: Facts, wire_dtype: Any) -> optax.GradientTransformation:
+    """The exchange of a stage, around the simplest of optimizers."""
+    axis = None if facts.parts.zero is None else facts.parts.zero.axis
+    return zero1(optax.scale(-1.0), axis, wire_dtype=wire_dtype)
+
+
+def _present(facts: Facts) -> optax.GradientTransformation:
+    """The exchange of the step, as far as it is known."""
+    reduces = facts.parts.reduces or all_reduce()
+    if not facts.stage:
+        return reduces
+    scattered = _simplest(facts, facts.parts.wire_dtype)
+    return scattered if facts.parts.reduces is None else optax.chain(reduces, scattered)
 
 
 def _transform(facts: Facts, what: str) -> optax.GradientTransformation:
     """The technique, as it would be written where the step's stage is kept."""
-    simplest = optax.scale(-1.0)
     if not facts.stage:
         return _TRANSFORMS[what]()
     if what in _WIRES:
-        return zero1(simplest, wire_dtype=_WIRES[what])
-    return optax.chain(_TRANSFORMS[what](), zero1(simplest))
-
-
-_WIRES = {"bfloat16 wire": jnp.bfloat16, "int8 wire": jnp.int8}
-_SHARE_OF_BYTES = {"bfloat16 wire": 0.5, "int8 wire": 0.254}  # of float32's, see `jdp.all_reduce`
-
-_TRANSFORMS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "bfloat16 wire": lambda: all_reduce(wire_dtype=jnp.bfloat16),
-    "int8 wire": lambda: all_reduce(wire_dtype=jnp.int8, error_feedback=True),
-    "PowerSGD, rank 4": lambda: power_sgd(rank=4),
-}
+        return _simplest(facts, _WIRES[what])
+    return optax.chain(_TRANSFORMS[what](), _simplest(facts, None))
 
 
 def _stages(facts: Facts, state: Any, mesh: Mesh) -> list[Payoff]:
     """ZeRO 1 to 3: the update is shared out, what is sent is scattered and gathered."""
+    wire, now = facts.parts.wire_dtype, _now_code(facts)
+    behind = not facts.stage and facts.parts.name not in ("", "all_reduce")
+    codes = [(_zero_code(number, facts, wire), now) for number in (1, 2, 3)]
+    if behind:
+        codes[0] = (f"optax.chain({now}, jdp.zero1(inner))", now)
+    elif now and not facts.stage:
+        codes = [(code, f"optax.chain({now}, inner)") for code, _ in codes]
+    rows = []
+    scattered = None
+    for number, code in enumerate(codes, 1):
+        what, why = f"ZeRO {number}", ""
+        if facts.replicas == 1:
+            why = "one device has nobody to share with"
+        elif facts.stage >= number:
+            why = f"the step has zero{facts.stage} already"
+        elif behind and number > 1:
+            why = f"zero{number} reduces gradients itself, not by {now}"
+        if why:
+            rows.append(refused(facts, what, code, why))
+            continue
+        scattered = scattered or _scattered(facts, state, mesh, behind)
+        rows.append(_stage(facts, number, code, *scattered))
+    return rows
+
+
+def _scattered(
+    facts: Facts, state: Any, mesh: Mesh, behind: bool
+) -> tuple[Change, float, float, float]:
+    """What zero1 changes, bytes it sends, and seconds and bytes of gathering once more."""
+    exchange = _simplest(facts, facts.parts.wire_dtype)
+    if behind and facts.parts.reduces is not None:
+        exchange = optax.chain(facts.parts.reduces, exchange)
+    found = sends(reduction(exchange, state, mesh)[0])
+    gathers = [one for one in found if one[0] == "all-gather"]
+    gather = sum(facts.seconds(*one) for one in gathers)
+    more = _bytes(gathers, facts.replicas)
+    if facts.stage:
+        return Change(), facts.sent, _exposed(facts, gather), more
+    modelled, sent = sum(facts.seconds(*one) for one in found), _bytes(found, facts.replicas)
+    if behind and facts.parts.reduces is None:  # gradients come averaged: updates are gathered
+        modelled, sent = facts.modelled + gather, facts.sent + more
+    saved = Change(facts.exposed - _exposed(facts, modelled))
+    again = _exposed(facts, gather)
+    if facts.alone is not None and facts.now_alone is not None:
+        alone = facts.alone(exchange)
+        saved, again = _as_timed(facts, alone), alone * gather / modelled if modelled else 0.0
+    # parameters are updated whole on each device; what is read and written besides is shared
+    besides = facts.grads + 2 * facts.opt_state
+    shared = besides / (besides + 2 * facts.params) * (1 - 1 / facts.replicas)
+    work = min(facts.optimizer, facts.step - facts.exposed) * shared
+    return saved._replace(work=work), sent, again, more
+
+
+def _stage(
+    facts: Facts,
+    number: int,
+    code: tuple[str, str],
+    change: Change,
+    sent: float,
+    again: float,
+    more: float,
+) -> Payoff:
+    """The row of a stage that the step does not have."""
     share = 1 - 1 / facts.replicas
     held = [0, facts.opt_state, facts.opt_state + facts.grads]
     held.append(held[2] + facts.params)
-    gathers, modelled, sent = 0.0, facts.modelled, facts.sent
-    if facts.replicas > 1:
-        # what zero1 sends, in how many pieces, around the simplest of optimizers
-        found = sends(reduction(zero1(optax.scale(-1.0)), state, mesh)[0])
-        gathers = sum(facts.seconds(*one) for one in found if one[0] == "all-gather")
-        if not facts.stage:
-            modelled = sum(facts.seconds(*one) for one in found)
-            sent = share * (facts.grads + facts.params)
-    with_zero1 = facts.step - facts.exposed + _exposed(facts, modelled)
-    gather = _exposed(facts, gathers)
-    if facts.alone is not None and facts.now_alone is not None:
-        alone = facts.now_alone if facts.stage else facts.alone(zero1(optax.scale(-1.0)))
-        with_zero1, gather = _as_timed(facts, alone)[0], alone * gathers / modelled
-    # parameters are updated whole on each device; what is read and written besides is shared
-    besides = facts.grads + 2 * facts.opt_state
-    shared = besides / (besides + 2 * facts.params) * share
-    work = 0.0 if facts.stage else min(facts.optimizer, facts.step - facts.exposed) * shared
-    rows = []
-    for stage in (1, 2, 3):
-        argument, again = f"jdp.zero{stage}(...)", stage == 3  # gathered in the backward pass too
-        then = with_zero1 - work + again * gather
-        why = "" if then <= (1 - LEAST) * facts.step else "not for time; for memory, if needed"
-        row = (then, sent + again * share * facts.params, why)
-        saves = int(share * (held[stage] - held[facts.stage]))
-        if facts.replicas == 1:
-            row, saves = (facts.step, 0.0, "one device has nobody to share with"), 0
-        elif facts.stage >= stage:
-            row, saves = (facts.step, facts.sent, f"the step has zero{facts.stage} already"), 0
-        rows.append(_payoff(facts, f"ZeRO {stage}", argument, *row, saves))
-    return rows
+    saves = int(share * (held[number] - held[facts.stage]))
+    if number == 3:  # gathered in the backward pass too
+        change, sent = change._replace(sending=change.sending - again), sent + more
+    why = "" if change.gain >= LEAST * facts.step else "not for time; for memory, if needed"
+    return predicted(facts, f"ZeRO {number}", code, change, sent, saves, why)
 
 
 def _accumulating(facts: Facts) -> Payoff:
     """An update for every few batches: each batch has its part of what is sent and updated."""
-    argument = f"jdp.multi_steps(tx, every={EVERY})"
-    spared = (facts.exposed + facts.optimizer) * (1 - 1 / EVERY)
-    then = max(0.0, facts.step - spared)
-    why = f"a batch, with updates from {EVERY} times as many examples"
-    if spared < LEAST * facts.step:
-        why = f"no more than {1e3 * spared:.2g} ms a batch are to be gained"
-    return _payoff(facts, "accumulation", argument, then, facts.sent / EVERY, why)
+    fewer = EVERY if facts.every == 1 else 2
+    every = fewer * facts.every
+    code = (f"jdp.multi_steps(tx, every={every})", "tx")
+    if facts.every > 1:
+        code = (f"jdp.multi_steps(inner, every={every})", f"every={facts.every}")
+    spared = Change(facts.exposed * (1 - 1 / fewer), facts.optimizer * (1 - 1 / fewer))
+    why = f"a batch, with updates from {every} batches"
+    if spared.gain < LEAST * facts.step:
+        why = f"no more than {ms(1e3 * spared.gain)} a batch are to be gained"
+    return predicted(facts, "accumulation", code, spared, facts.sent / fewer, why=why)
+
+
+def _fewer_rounds(facts: Facts) -> Payoff:
+    """Twice as many local steps between two rounds."""
+    name, every = f"jdp.{facts.parts.local}", facts.every
+    code = (f"{name}(..., every={2 * every})", f"every={every}")
+    return predicted(facts, "fewer rounds", code, Change(facts.exposed / 2), facts.sent / 2)
 
 
 def _hierarchical(facts: Facts) -> Payoff:
     """Within nodes first: what crosses between them is a part."""
-    argument = "jdp.hierarchical(across_wire_dtype=jnp.bfloat16)"
+    code = ("jdp.hierarchical(across_wire_dtype=jnp.bfloat16)", facts.parts.reduction)
+    why = ""
     if facts.nodes == 1:
         why = "all devices are on one node, or on a mesh with one data axis"
-        return _payoff(facts, "hierarchical", argument, facts.step, facts.sent, why)
-    if facts.stage:
+    elif facts.stage:
         why = f"zero{facts.stage} reduces gradients itself"
-        return _payoff(facts, "hierarchical", argument, facts.step, facts.sent, why)
+    elif facts.parts.compresses or facts.parts.wire_dtype is not None:
+        why = f"the step has {facts.parts.reduction} already"
+    if why:
+        return refused(facts, "hierarchical", code, why)
     # the model has plain all-reduces go by node already: a narrower wire between them is the gain
-    then = facts.step - facts.exposed + _exposed(facts, facts.modelled - facts.crossing / 2)
+    saved = facts.exposed - _exposed(facts, facts.modelled - facts.crossing / 2)
     sent = facts.sent - facts.grads * facts.nodes / facts.replicas * (1 - 1 / facts.nodes)
-    return _payoff(facts, "hierarchical", argument, then, sent, "")
+    return predicted(facts, "hierarchical", code, Change(saved), sent)

@@ -17,26 +17,14 @@ result) counts as communication. Collectives that the compiler adds on its own, 
 user's mesh axes ask for, stay; `left` names their bytes.
 """
 
-import math
 from typing import Any, NamedTuple
 
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from jdp import hlo
+from jdp.asked import collectives_of
 from jdp.train import TrainStep
-
-_COLLECTIVES = {
-    f"stablehlo.{kind}"
-    for kind in (
-        "all_gather",
-        "all_reduce",
-        "all_to_all",
-        "collective_broadcast",
-        "collective_permute",
-        "reduce_scatter",
-    )
-}
 
 
 class Silent(NamedTuple):
@@ -91,43 +79,8 @@ def silence_program(lowered: Any) -> Silent:
     return Silent(compiled, replaced, _bytes_of_collectives(compiled.as_text()))
 
 
-def sends(lowered: Any) -> list[tuple[str, int]]:
-    """Kind and bytes (of the larger side) of each collective of a lowered program, unread by XLA.
-
-    Loops count once.
-    """
-
-    def size(values: Any) -> int:
-        types = [ir.RankedTensorType(value.type) for value in values]
-        return sum(math.prod(x.shape) * _bits(x.element_type) // 8 for x in types)
-
-    return [
-        (
-            op.name.removeprefix("stablehlo.").replace("_", "-"),
-            max(size(op.operands), size(op.results)),
-        )
-        for op in _collectives(lowered.compiler_ir("stablehlo"))
-    ]
-
-
-def _bits(element: Any) -> int:
-    return max(8, getattr(element, "width", 8))
-
-
-def _collectives(module: Any) -> list[Any]:
-    found: list[Any] = []
-
-    def look(op: Any) -> Any:
-        if op.name in _COLLECTIVES:
-            found.append(op)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(look)
-    return found
-
-
 def _replace_collectives(module: Any) -> int:
-    found = _collectives(module)
+    found = collectives_of(module)
     with module.context:
         for op in found:
             _replace(op)

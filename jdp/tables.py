@@ -181,15 +181,11 @@ def plan(found: "Plan") -> "RenderableType":
     rows = [[line[k] for k in kept] for line in lines[1:]]
     wraps = kept.index(head.index("strategy"))
     made = rich_table([head[k] for k in kept], rows, numbers=numbers, wraps=wraps)
-    told = (
-        f"{found.target}: {found.global_batch} rows a step, {human(found.memory_limit)} for "
-        f"programs on each device; {found.considered} strategies, ~ as predicted"
-    )
     style = "bold" if found.best else "bold red"
     advice = [Text(x, style=style if not k else "") for k, x in enumerate(found.advice)]
     code = [Text(f"    {line}") for line in found.best.code().split("\n")] if found.best else []
     ends = [Text(""), *code, *_notes(found.notes)]
-    return Group(Text(told, style="dim"), made, Text(""), *advice, *ends)
+    return Group(Text(found.title, style="dim"), made, Text(""), *advice, *ends)
 
 
 def diagnosis(found: "Diagnosis") -> "RenderableType":
@@ -221,8 +217,8 @@ def _payoffs(found: Sequence["Payoff"]) -> "list[RenderableType]":
     rows = [
         (
             x.what,
-            "yes" if x.pays else "no",
-            microseconds(1e3 * x.then_ms),
+            x.answer,
+            "" if x.pays is None else microseconds(1e3 * x.then_ms),
             human(-x.saves) if x.saves else "",
             x.why,
         )

@@ -6,8 +6,9 @@
 What the figures mean is said in `jdp.diagnose`.
 """
 
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,15 @@ class Run:
             try:
                 self.state, self._metrics = self.step(self.state, batch)
             except Exception as error:
+                gone = any(map(_is_gone, jax.tree.leaves(self.state)))
                 raise DiagnosisError(
-                    f"Step {self._taken} failed ({type(error).__name__}: {error}). The state "
-                    "before it is this error's `state`, unless the step had consumed it.",
+                    f"Step {self._taken} failed ({type(error).__name__}: {error}). "
+                    + (
+                        "The state before it was consumed, by this step or before: go on from the "
+                        "last one that was saved."
+                        if gone
+                        else "The state before it is this error's `state`."
+                    ),
                     self.state,
                 ) from error
         self.batch = batch
@@ -73,6 +80,29 @@ class Run:
         self._taken += 1
         return batch
 
+    @contextlib.contextmanager
+    def kept(self, what: str) -> Iterator[None]:
+        """Whatever fails inside, even by Ctrl-C, carries the state, once a step has been taken."""
+        try:
+            yield
+        except DiagnosisError:
+            raise
+        except Exception as error:
+            if not self._taken:
+                raise
+            raise DiagnosisError(
+                f"{what} failed ({type(error).__name__}: {error}). The state after "
+                f"{self._taken} batches is this error's `state`; nothing is lost.",
+                self.state,
+            ) from error
+        except BaseException as error:
+            error.state = self.state  # type: ignore[attr-defined]
+            error.add_note(
+                f"jdp.doctor was interrupted; the state after {self._taken} batches is this "
+                "error's `state`."
+            )
+            raise
+
     def wait(self) -> None:
         """Until the devices have done what was asked."""
         jax.block_until_ready((self.state, self._metrics))
@@ -84,6 +114,10 @@ class Run:
             f"{WARM_UP + 1}, better {WARM_UP + 20}; the state after them is this error's `state`.",
             self.state,
         )
+
+
+def _is_gone(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 def warm_up(run: Run) -> float:
