@@ -56,7 +56,11 @@ def _memory_tile(report: Report) -> str:
     state = {True: "good", False: "bad", None: ""}[report.fits]
     bar = meter([(state if state == "bad" else "act", found.total)], limit) if found else ""
     has = human(limit) if limit else "the device"
-    note = {True: f"✓ fits in {has}", False: f"✗ does not fit in {has}", None: "at the fullest"}
+    note = {
+        True: f"✓ fits in {has}",
+        False: f"✗ does not fit in {has}",
+        None: "at the fullest moment",
+    }
     return tile("memory of a device", used, note[report.fits], bar, state)
 
 
