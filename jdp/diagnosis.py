@@ -208,11 +208,12 @@ class Diagnosis(NamedTuple):
             ]
             for process, *spent in self.processes:
                 lines.append((str(process), *map(ms, spent)))
-            text = table(lines, numbers=(1, 2, 3, 4, 5)) + "\n"
+            text = table(lines, numbers=(1, 2, 3, 4, 5))
         if self.slowest is not None and len(self.replicas) > 1 and not self.shares_cores:
             others = sorted(x.compute_ms for x in self.replicas if x is not self.slowest)
             middle = others[len(others) // 2]
             over = f", {100 * (self.slowest.compute_ms / middle - 1):.0f} % over the others' median"
+            text += "\n" if text else ""
             text += (
                 f"Slowest replica: {self.slowest.replica} (device {self.slowest.device}, process "
                 f"{self.slowest.process}) computes {ms(self.slowest.compute_ms)}"
