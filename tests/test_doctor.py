@@ -352,7 +352,8 @@ def test_the_machine_is_examined_and_read_back():
     assert not missing.complete
     assert "PROBLEM: no jaxlib" in str(missing)
     console = Console(width=80, file=io.StringIO())
-    console.print(found)
+    console.print(found._replace(notes=("[bold]axis[/bold]",)))
+    assert "[bold]axis[/bold]" in console.file.getvalue()
     assert "Everything that is needed is here." in console.file.getvalue()
     assert "Device(" not in console.file.getvalue()
 
