@@ -82,7 +82,7 @@ def test_the_parts_add_up_and_are_told_in_text_and_json():
     console.print(found)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 60
-    assert any(line.startswith("Does it pay?") for line in lines)
+    assert any("does it pay" in line for line in lines)
 
 
 def test_a_slow_loader_is_what_is_named_first():
