@@ -1,0 +1,486 @@
+"""Exactly-once data (jdp/batches.py, shuffle.py, reads.py, together.py, loading.py)."""
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+
+import cluster
+import grain
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import optax
+import pytest
+from reference import mlp
+
+import jdp
+from jdp import loading
+from jdp.batches import Batches
+from jdp.loading import Pace
+from jdp.shuffle import shuffled
+from jdp.sources import Columns
+
+
+def _mesh(num=8):
+    return jdp.make_mesh(devices=jax.devices()[:num])
+
+
+def _source(length):
+    return Columns({"id": np.arange(length), "x": np.arange(length, dtype=np.float32)[:, None]})
+
+
+def _batches(length=37, num=8, *, batch=16, seed=3, source=None, **options):
+    source = _source(length) if source is None else source
+    return Batches(source, _mesh(num), batch=batch, seed=seed, **options)
+
+
+def _ids(batch):
+    return np.asarray(batch["id"])[np.asarray(batch["weight"]) == 1].tolist()
+
+
+def _host(batch):
+    return {name: np.asarray(leaf).tolist() for name, leaf in batch.items()}
+
+
+# The order ----------------------------------------------------------------------------------------
+
+
+@hypothesis.given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 10**6))
+@hypothesis.settings(deadline=None, max_examples=40)
+def test_the_order_is_a_permutation_whose_parts_can_be_asked_for(length, seed, epoch):
+    whole = shuffled(np.arange(length), length, seed=seed, epoch=epoch)
+    assert sorted(whole) == list(range(length))
+    some = np.arange(0, length, 7)
+    assert np.array_equal(shuffled(some, length, seed=seed, epoch=epoch), whole[some])
+
+
+def test_e06_the_order_is_another_in_each_epoch_and_for_each_seed():
+    orders = {
+        tuple(shuffled(np.arange(50), 50, seed=seed, epoch=epoch))
+        for seed in range(5)
+        for epoch in range(5)
+    }
+    assert len(orders) == 25
+
+
+def test_every_example_comes_equally_often_to_every_position():
+    length, tries = 10, 4000
+    counts = np.zeros((length, length))
+    for epoch in range(tries):
+        counts[np.arange(length), shuffled(np.arange(length), length, seed=1, epoch=epoch)] += 1
+    chi = ((counts - tries / length) ** 2 / (tries / length)).sum()
+    # 81 degrees of freedom: mean 81, standard deviation 12.7; five of them
+    assert chi < 145
+
+
+def test_the_order_of_a_seed_is_for_ever():
+    # a changed order would make saved positions repeat and lose examples
+    assert shuffled(np.arange(8), 8, seed=0, epoch=0).tolist() == [2, 5, 1, 7, 6, 0, 3, 4]
+    assert shuffled(np.asarray(5), 10**12, seed=7, epoch=3).shape == ()
+    assert int(shuffled(5, 10**12, seed=7, epoch=3)) == 402437209758
+
+
+# Exactly once -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num", [1, 2, 4, 8])
+@pytest.mark.parametrize("length", [5, 32, 37])
+def test_every_example_once_an_epoch_and_the_same_batches_on_all_devices(num, length):
+    batches = _batches(length, num, epochs=2, microbatch=2)
+    alone = _batches(length, 1, epochs=2, prefetch=0)
+    taken = list(batches)
+    assert [_host(b) for b in taken] == [_host(b) for b in alone]
+    steps = batches.steps_per_epoch
+    assert len(taken) == 2 * steps == batches.num_steps
+    for epoch in range(2):
+        part = taken[epoch * steps : (epoch + 1) * steps]
+        ids = [i for b in part for i in _ids(b)]
+        assert sorted(ids) == list(range(length))
+        assert ids == shuffled(np.arange(length), length, seed=3, epoch=epoch).tolist()
+    ragged = taken[steps - 1]
+    assert float(ragged["weight"].sum()) == (length - 1) % 16 + 1
+    assert not np.asarray(ragged["x"])[np.asarray(ragged["weight"]) == 0].any()
+    assert all(b["x"].sharding.num_devices == num for b in taken)
+
+
+def test_a_batch_can_be_asked_for_and_an_epoch_gone_through_without_moving():
+    batches = _batches(epochs=2)
+    taken = list(batches)
+    assert batches.step == 6
+    assert batches.epoch == 2
+    assert list(batches) == []
+    for step, batch in enumerate(taken):
+        assert _host(batches.at(step)) == _host(batch)
+        assert batches.rows(step).tolist() == _ids(batch)
+    for _ in range(2):
+        assert [_host(b) for b in batches.one_epoch(1)] == [_host(b) for b in taken[3:]]
+    assert batches.step == 6
+    plain = _batches(shuffle=False)
+    assert [i for b in plain.one_epoch(9) for i in _ids(b)] == list(range(37))
+
+
+def test_weights_of_the_examples_are_kept_and_padding_does_not_count():
+    source = [{"id": i, "weight": np.float32(i / 2)} for i in range(9)]
+    (batch,) = _batches(source=source, shuffle=False, epochs=1)
+    assert np.asarray(batch["weight"]).tolist() == [i / 2 for i in range(9)] + [0] * 7
+
+
+def test_grain_datasets_and_nested_examples_are_sources():
+    source = grain.MapDataset.range(20).map(lambda i: {"id": i, "in": {"x": np.full(3, i)}})
+    batches = _batches(source=source, epochs=1)
+    first, second = batches
+    assert first["in"]["x"].shape == (16, 3)
+    assert sorted(_ids(first) + _ids(second)) == list(range(20))
+
+
+def _double(example):
+    return example | {"x": example["x"] * 2}
+
+
+def _noise(example, generator):
+    return example | {"x": example["x"] + generator.normal(size=1).astype(np.float32)}
+
+
+def test_e03_e15_threads_and_workers_change_nothing(monkeypatch):
+    options = {"transform": _double, "random_transform": _noise, "epochs": 2}
+    expected = [_host(b) for b in _batches(**options)]
+    assert expected[0]["x"] != expected[3]["x"]
+    for how in ({"threads": 3}, {"workers": 2}):
+        batches = _batches(**options, **how)
+        assert [_host(b) for b in batches] == expected
+    batches.restore(batches.state() | {"step": 4})
+    assert [_host(b) for b in batches] == expected[4:]
+
+
+# The position -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("before", "after"), [(8, 8), (8, 4), (2, 8), (1, 2)])
+def test_e01_e02_the_position_moves_to_other_devices(before, after):
+    expected = [_host(b) for b in _batches(epochs=3)]
+    first = _batches(num=before, epochs=3, prefetch=3)
+    taken = []
+    for batch in first:
+        taken.append(_host(batch))
+        if len(taken) == 4:
+            break
+    state = json.loads(json.dumps(first.state()))
+    assert (state["step"], state["epoch"]) == (4, 1)
+    second = _batches(num=after, epochs=3)
+    second.restore(state)
+    assert taken + [_host(b) for b in second] == expected
+    # and the first loop itself goes on, whatever had been read ahead
+    assert [_host(b) for b in first] == expected[4:]
+
+
+def _losses(num, batches, state=None, steps=9):
+    mesh = _mesh(num)
+    tx = optax.chain(jdp.all_reduce(), optax.sgd(0.1, momentum=0.9))
+
+    def loss_fn(params, batch, key):
+        hidden = jax.numpy.tanh(batch["x"] @ params["w1"] + params["b1"])
+        hidden *= 2.0 * jax.random.bernoulli(key, 0.5, hidden.shape)
+        return jdp.Mean.of(((hidden @ params["w2"] - batch["y"]) ** 2).mean(-1), batch["weight"])
+
+    fresh = jdp.init_state(mlp()[0], tx, mesh, key=jax.random.key(5))
+    state = fresh if state is None else jdp.restage(state, fresh)
+    step = jdp.train_step(loss_fn, tx, mesh, microbatch=2)
+    losses = []
+    for _, batch in zip(range(steps), batches, strict=False):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return jax.tree.map(np.asarray, jdp.logical(state).params), jdp.logical(state), losses
+
+
+def test_e01_e12_e13_a_run_on_8_then_4_then_8_devices_is_the_uninterrupted_one():
+    data = {name: np.asarray(rows) for name, rows in mlp()[3].items() if name in ("x", "y")}
+
+    def batches(num):
+        return _batches(num=num, source=Columns(data), microbatch=2)
+
+    params, _, expected = _losses(8, batches(8))
+    state, position, losses = None, None, []
+    for num in (8, 4, 8):
+        part = batches(num)
+        if position is not None:
+            part.restore(position)
+        again, state, some = _losses(num, part, state, steps=3)
+        losses += some
+        position = part.state()
+        assert position["step"] == len(losses)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    for name in params:
+        np.testing.assert_allclose(again[name], params[name], rtol=2e-6, atol=1e-7)
+
+
+# Several processes --------------------------------------------------------------------------------
+
+
+class Counted:
+    """Says who read what."""
+
+    def __init__(self, length):
+        self.length, self.read = length, []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.read.append(int(index))
+        return {"id": np.int32(index), "x": np.float32([index])}
+
+
+def _two():
+    import numpy as np
+    import test_batches
+
+    import jdp
+    from jdp.batches import Batches
+
+    me, mesh = jax.process_index(), jdp.make_mesh()
+    source = test_batches.Counted(37)
+
+    def make(**options):
+        return Batches(source, mesh, **{"batch": 16, "seed": 3, "epochs": 3} | options)
+
+    def mine(batch):
+        shards = sorted(batch["id"].addressable_shards, key=lambda s: s.index[0].start or 0)
+        weight = sorted(batch["weight"].addressable_shards, key=lambda s: s.index[0].start or 0)
+        ids = np.concatenate([np.asarray(s.data) for s in shards])
+        return ids[np.concatenate([np.asarray(s.data) for s in weight]) == 1].tolist()
+
+    said = {"jax": jax.process_count()}
+    first = make()
+    source.read.clear()
+    said["taken"], said["state"] = [], None
+    for batch in first:
+        said["taken"].append(mine(batch))
+        if len(said["taken"]) == 4:
+            said["state"] = first.state()
+            break
+    workers = make(threads=2)
+    workers.restore(said["state"])
+    said["rest"] = [mine(batch) for batch in workers]
+    said["read"] = sorted(set(source.read))
+    said["at"] = mine(first.at(5))
+
+    def attempt(name, batches, act=list):
+        try:
+            act(batches)
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    attempt("seed", make(seed=3 + me))
+    ahead = make()
+    ahead.restore(said["state"] | {"step": 4 + me})
+    attempt("position", ahead)
+    attempt("shapes", make(transform=lambda e: e | {"x": np.zeros(2 + me, np.float32)}))
+
+    def breaks(example):
+        if me == 1 and example["id"] == first.rows(1)[-1]:
+            raise OSError("disk on fire")
+        return example
+
+    attempt("broken", make(transform=breaks))
+    return said
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_a29_b01_b05_e02_e05_two_processes_read_their_own_rows_and_fail_together(num_devices):
+    answers = [a.value for a in cluster.run(_two, num_devices=num_devices, seconds=120)]
+    alone = _batches(source=Counted(37), epochs=3)
+    for step in range(9):
+        parts = [(said["taken"] + said["rest"])[step] for said in answers]
+        assert parts[0] + parts[1] == alone.rows(step).tolist()
+        assert len(parts[1]) in (8, 0)  # 37 = 2 * 16 + 5: no row of the ragged end
+    assert [said["at"] for said in answers] == [alone.rows(5).tolist(), []]
+    assert answers[0]["state"] == answers[1]["state"]
+    moved = _batches(source=Counted(37), epochs=3)
+    moved.restore(answers[0]["state"])
+    assert [_ids(b) for b in moved] == [alone.rows(step).tolist() for step in range(4, 9)]
+    # from one process to two: its position is the very same, and they went on from it
+    next(loop := iter(alone)), next(loop), next(loop), next(loop)
+    assert alone.state() == answers[0]["state"]
+    for said in answers:
+        assert "disagree about the data: seed is 3 on process 0 but 4 on process 1" in said["seed"]
+        assert "data: step is 4 on process 0 but 5 on process 1" in said["position"]
+        assert "leaf ['x'] is float32[" in said["shapes"]
+    assert "process 1 failed with RuntimeError: jdp.Batches could not" in answers[0]["broken"]
+    assert answers[0]["broken"].startswith("RuntimeError: jdp.Batches has no batch 1:")
+    assert "disk on fire" in answers[1]["broken"]
+
+
+def test_e02_a_process_reads_the_rows_of_its_own_replicas_only():
+    source = Counted(1000)
+    batches = _batches(source=source)
+    assert len(source.read) == 8
+    reads = batches._reads._replace(slots=np.arange(4, 8))
+    source.read.clear()
+    reads.read(2)
+    assert source.read == batches.rows(2)[4:8].tolist()
+
+
+# Failures -----------------------------------------------------------------------------------------
+
+
+class Deadly(Counted):
+    """Kills the worker process that reads example 20."""
+
+    def __init__(self, length, home):
+        super().__init__(length)
+        self.home = home
+
+    def __getitem__(self, index):
+        if index == 20 and os.getpid() != self.home:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_worker_that_dies_is_an_error_that_names_it():
+    source = Deadly(64, os.getpid())
+    batches = _batches(source=source, workers=2, shuffle=False, epochs=1)
+    with pytest.raises(
+        RuntimeError, match=r"worker process 1, which was to read batch 1, has died"
+    ):
+        list(batches)
+    assert batches.step == 1
+
+
+def test_an_error_names_the_example_and_arrives_after_the_batches_before_it():
+    def broken(example):
+        if example["id"] == 20:
+            raise KeyError("mask")
+        return example
+
+    batches = _batches(transform=broken, shuffle=False, epochs=1)
+    said = r"could not read example 20 in epoch 0: KeyError: 'mask'.*mend it"
+    with pytest.raises(RuntimeError, match=said):
+        list(batches)
+    assert batches.step == 1
+    threaded = _batches(transform=broken, shuffle=False, epochs=1, threads=2)
+    with pytest.raises(RuntimeError, match=said):
+        list(threaded)
+
+
+def test_threads_end_when_the_loop_is_left():
+    for _ in _batches(threads=2):
+        break
+    deadline = time.monotonic() + 10
+    while any(t.name == "jdp.feed" for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# The pace -----------------------------------------------------------------------------------------
+
+
+def test_the_pace_says_when_training_waits():
+    quick = Pace(loaded=100, load_seconds=10.0, wait_seconds=4.0, total_seconds=10.0, batch=8)
+    assert quick.examples_per_second == 80
+    assert quick.waiting == 0.4
+    assert quick.complaint() is None  # not yet long enough
+    assert quick._replace(wait_seconds=6.0, total_seconds=100.0).complaint() is None
+    said = quick._replace(wait_seconds=6.0).complaint()
+    assert said is not None
+    assert "waited 6.0 of 10.0 s (60%) for data. The loader gives 80 examples a second" in said
+    nothing = Pace(0, 0.0, 0.0, 0.0, 8)
+    assert np.isnan(nothing.examples_per_second)
+    assert nothing.waiting == 0
+
+
+def test_a_loop_that_waits_is_told_once(monkeypatch):
+    monkeypatch.setattr(loading, "_WAITED_SECONDS", 0.02)
+
+    def slow(example):
+        time.sleep(0.002)
+        return example
+
+    batches = _batches(transform=slow, epochs=4)
+    with pytest.warns(
+        RuntimeWarning, match="training waited .* for data. The loader gives"
+    ) as seen:
+        list(batches)
+    assert len(seen) == 1
+    pace = batches.pace
+    assert pace.loaded == 11
+    # 4 * 37 examples without the first batch slept 2 ms each, at least
+    assert 0 < pace.examples_per_second <= 11 * 16 / (132 * 0.002)
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"source": iter([])}, TypeError, "needs a source with a length .* list_iterator"),
+        ({"source": {"x": np.zeros(3)}}, TypeError, r"got a dict.*jdp.Columns\(arrays\)"),
+        ({"source": []}, ValueError, "empty source"),
+        ({"batch": 12}, ValueError, "batch=12, which is not a multiple of 8.*Take 8 or 16"),
+        ({"batch": 0}, ValueError, "batch=0; it counts"),
+        ({"microbatch": 0}, ValueError, "microbatch=0"),
+        ({"seed": -1}, ValueError, "seed=-1"),
+        ({"epochs": 0}, ValueError, "epochs=0"),
+        ({"workers": 1.5}, ValueError, "workers=1.5"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_sentence(options, error, said):
+    with pytest.raises(error, match=said):
+        _batches(**options)
+
+
+@pytest.mark.parametrize(
+    ("examples", "error", "said"),
+    [
+        ([np.zeros(3)] * 16, TypeError, "example 0 is a ndarray.*must be a dict"),
+        ([None] * 16, TypeError, "example 0 is a NoneType"),
+        (
+            [{"x": np.zeros(2 + i // 9)} for i in range(16)],
+            ValueError,
+            r"leaf \['x'\] of example 9 is float64\[3\], of example 0 float64\[2\].*Packed",
+        ),
+        ([{"x": 0}] * 15 + [{"y": 0}], ValueError, "example 15 has the leaves"),
+    ],
+)
+def test_examples_that_make_no_batch_are_refused(examples, error, said):
+    with pytest.raises(error, match=said):
+        _batches(source=examples, shuffle=False).at(0)
+
+
+def test_positions_of_other_data_are_refused():
+    batches = _batches(epochs=2)
+    state = batches.state()
+    for change, said in (
+        ({"source": _source(36)}, "length 37, this length 36. The dataset has grown or shrunk"),
+        ({"source": Columns({"id": np.arange(37) + 1})}, "fingerprint .*Some examples are others"),
+        ({"batch": 8}, "batch 16, this batch 8. A step would be another part"),
+        ({"seed": 4}, "seed 3, this seed 4. The order would be another"),
+        ({"shuffle": False}, "shuffle True, this shuffle False"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            _batches(**{"epochs": 2} | change).restore(state)
+    with pytest.raises(ValueError, match=r"lacks \['seed'\]"):
+        batches.restore({name: state[name] for name in state if name != "seed"})
+    with pytest.raises(ValueError, match="got None, which lacks"):
+        batches.restore(None)
+    with pytest.raises(ValueError, match="at step 7, but this has steps 0 to 6"):
+        batches.restore(state | {"step": 7})
+    with pytest.raises(ValueError, match="no step 6; its steps are 0 to 5, 3 an epoch"):
+        batches.at(6)
+    with pytest.raises(ValueError, match=re.escape("no step -1")):
+        batches.rows(-1)
+
+
+def test_a_loop_whose_position_was_moved_says_so():
+    batches = _batches()
+    loop = iter(batches)
+    next(loop)
+    batches.restore(batches.state() | {"step": 0})
+    with pytest.raises(RuntimeError, match="moved to step 0 while a loop over it stood at step 1"):
+        next(loop)
