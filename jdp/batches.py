@@ -4,7 +4,7 @@
          -> positions             k * B ... k * B + B - 1, those below n
          -> example ids           `shuffled`: a permutation of (seed, epoch) alone
          -> rows of this process  those of its replicas, row r on replica r // (B / N)
-         -> read, stack           here, or in threads or worker processes of Grain
+         -> read, stack           here, in threads, or in worker processes
          -> global arrays         a thread stays some batches in front of the step
 
 The first three lines are pure functions of integers, in which no process, device or worker
@@ -25,17 +25,18 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jdp.data import _Placement
 from jdp.loading import Pace
 from jdp.mesh import AxisNames, data_axes, is_whole
 from jdp.packing import Packer, plan_rows
+from jdp.placement import BatchPlacement
 from jdp.prefetch import Stop, run_ahead
 from jdp.processes import Channel
-from jdp.reads import Reads, Steps, fingerprint, load
+from jdp.reads import Reads, fingerprint, load
 from jdp.sources import Source
 from jdp.together import together
 
-_ENDLESS = 2**40  # steps; a loader for a run without end needs some length
+_WHO = "jdp.Batches"
+_ENDLESS = 2**40  # epochs, and steps: at a thousand a second, 35 years
 
 
 class Batches:
@@ -74,14 +75,19 @@ class Batches:
         microbatch: Examples per microbatch, as given to the step.
         transform: Example to example, in the worker.
         random_transform: (example, `np.random.Generator`) to example, after `transform`.
-        workers: Processes of Grain that read whole batches; 0: none. Source and transforms are
-            pickled, and a script needs `if __name__ == "__main__":`.
-        threads: Threads of Grain that read whole batches, in each worker if there are any.
+        workers: Processes that read whole batches; 0: none. Source and transforms are pickled
+            for them, by cloudpickle if it is installed, and a script needs
+            `if __name__ == "__main__":`. Transforms there should be NumPy: a worker that computed
+            with JAX would want the accelerator too.
+        threads: Threads that read whole batches, in each worker if there are any.
         prefetch: Batches placed in advance; see `jdp.feed`.
 
     Raises:
-        TypeError: If the source has no length or index, or an example is not a dict.
-        ValueError: If the source is empty, or B does not fit the mesh.
+        TypeError: If the source has no length or index; on the first batch, if an example is not a
+            dict of numbers, or cannot be sent to the workers.
+        ValueError: If the source is empty, or B does not fit the mesh; later, if examples differ
+            in their names, shapes or dtypes.
+        RuntimeError: If an example cannot be read, or a worker died.
 
     Example:
         >>> source = [{"x": np.float32(i)} for i in range(20)]
@@ -110,37 +116,35 @@ class Batches:
         prefetch: int = 2,
     ) -> None:
         length = _valid_length(source)
-        for name, value, least in (
-            ("batch", batch, 1),
-            ("seed", seed, 0),
-            ("epochs", 1 if epochs is None else epochs, 1),
-            ("workers", workers, 0),
-            ("threads", threads, 0),
-            ("prefetch", prefetch, 0),
+        for name, value, least, most in (
+            ("batch", batch, 1, 2**31 - 1),
+            ("seed", seed, 0, 2**63 - 1),
+            ("epochs", 1 if epochs is None else epochs, 1, _ENDLESS),
+            ("workers", workers, 0, 1024),
+            ("threads", threads, 0, 1024),
+            ("prefetch", prefetch, 0, 1024),
         ):
-            if not is_whole(value) or value < least:
+            if not is_whole(value) or not least <= value <= most:
                 raise ValueError(
-                    f"jdp.Batches got {name}={value!r}; it counts, so it is a whole number of at "
-                    f"least {least}."
+                    f"jdp.Batches got {name}={value!r}; it is a whole number from {least} to "
+                    f"{most}. Give one."
                 )
-        self._placement = _Placement.of(mesh, data_axes(mesh, axis))
+        self._placement = BatchPlacement.of(mesh, data_axes(mesh, axis), _WHO)
         num, mine = self._placement.num_replicas, self._placement.mine
-        plan_rows(num, mine, microbatch, None, str(self._placement.axes))  # checks microbatch
-        if batch % (unit := num * microbatch):
-            below, above = batch // unit * unit, -(-batch // unit) * unit
-            raise ValueError(
-                f"jdp.Batches got batch={batch}, which is not a multiple of {unit}, the {num} "
-                f"replicas times microbatch {microbatch}. Replicas compute equally many whole "
-                f"microbatches. Take {f'{below} or ' if below else ''}{above}, or another "
-                f"microbatch or number of devices; of these only the batch changes the training."
-            )
-        share = batch // num
+        axes = str(self._placement.axes)
+        self._rows = plan_rows(num, mine, microbatch, None, axes, who=_WHO)
+        share = _valid_share(int(batch), num, microbatch)
         slots = np.concatenate([np.arange(r * share, (r + 1) * share) for r in mine])
         self._reads = Reads(
-            source, transform, random_transform, length, batch, seed, shuffle, slots
+            source,
+            transform,
+            random_transform,
+            length,
+            int(batch),
+            int(seed),
+            bool(shuffle),
+            slots,
         )
-        rows = plan_rows(num, mine, microbatch, None, str(self._placement.axes))
-        self._new_packer = lambda: Packer(rows, True)
         self._epochs, self._step = epochs, 0
         self._workers, self._threads, self._prefetch = workers, threads, prefetch
         self._fingerprint = fingerprint(source, length)
@@ -194,8 +198,9 @@ class Batches:
         Raises:
             ValueError: If there is no such step.
         """
-        packed = self._new_packer().pack([self._reads.read(self._valid_step(step))])
-        return self._placement.put(next(packed))
+        step = self._valid_step(step)
+        host = self._packed(load(self._reads, range(step, step + 1)), step)
+        return self._placement.put(next(host))
 
     def state(self) -> dict[str, int | bool | str]:
         """The position and what it is a position in, for the checkpoint; JSON can carry it."""
@@ -239,7 +244,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         """Goes on from the position to the end of the last epoch."""
-        stop = self.num_steps or _ENDLESS
+        stop = self.num_steps or self._step + _ENDLESS
         return self._advance(self._run(self._step, stop), self._step)
 
     def one_epoch(self, epoch: int = 0) -> Iterator[Any]:
@@ -262,15 +267,31 @@ class Batches:
 
     def _run(self, start: int, stop: int) -> Generator[Any, None, None]:
         """Placed batches, ahead; the channel is made at once, in the order of the program."""
-        halt, packer = Stop(), self._new_packer()
-        host = packer.pack(load(Steps(self._reads, start, stop), self._workers, self._threads))
+        halt = Stop()
+
+        def stopped() -> bool:
+            return halt.stopped
+
+        read = load(
+            self._reads,
+            range(start, stop),
+            workers=self._workers,
+            threads=self._threads,
+            cancelled=stopped,
+        )
+        host = self._packed(read, start)
         others = self._placement.processes
         if len(others) > 1:
-            channel = Channel("jdp.Batches", others, lambda: halt.stopped)
+            channel = Channel(_WHO, others, stopped)
             identity = self.state() | {"step": start, "epoch": start // self.steps_per_epoch}
             host = together(host, channel, identity, start)
         placed = self._timed(host)
         return run_ahead(placed, self._prefetch, halt) if self._prefetch else placed
+
+    def _packed(self, host: Generator[Any, None, None], first: int) -> Generator[Any, None, None]:
+        """In JAX's dtypes, and each like the first."""
+        with contextlib.closing(host):
+            yield from Packer(self._rows, True, _WHO, first).pack(host)
 
     def _timed(self, host: Generator[Any, None, None]) -> Generator[Any, None, None]:
         with contextlib.closing(host):
@@ -322,6 +343,19 @@ _FIXED = (
     ("seed", "The order would be another", "Give the same seed"),
     ("shuffle", "The order would be another", "Give the same shuffle"),
 )
+
+
+def _valid_share(batch: int, num: int, microbatch: int) -> int:
+    """Examples of a replica."""
+    if batch % (unit := num * microbatch):
+        below, above = batch // unit * unit, -(-batch // unit) * unit
+        raise ValueError(
+            f"jdp.Batches got batch={batch}, which is not a multiple of {unit}, the {num} "
+            f"replicas times microbatch {microbatch}. Replicas compute equally many whole "
+            f"microbatches. Take {f'{below} or ' if below else ''}{above}, or another "
+            f"microbatch or number of devices; of these only the batch changes the training."
+        )
+    return batch // num
 
 
 def _valid_length(source: Any) -> int:

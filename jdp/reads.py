@@ -6,14 +6,15 @@
          -> examples              source[id], transformed
          -> [slots, ...]          stacked; rows beyond the end of the epoch 0, with weight 0
 
-In: a source and integers. Out: dicts of NumPy arrays, by this process, by threads or by worker
-processes of Grain, which share out whole batches. Devices and other processes are not known here.
+In: a source and integers. Out: dicts of NumPy arrays, read by this process, by its threads or by
+worker processes, which share out whole batches. Devices and other processes of the run are not
+known here.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ import numpy as np
 
 from jdp.loss import WEIGHT
 from jdp.shuffle import shuffled
-from jdp.sources import needed
+from jdp.workers import in_processes, in_threads
 
 _PROBED = 8  # examples that a fingerprint reads
 
@@ -56,12 +57,8 @@ class Reads(NamedTuple):
             if self.random_transform is not None:
                 generator = np.random.default_rng((self.seed, epoch, index))
                 example = self.random_transform(example, generator)
-        except Exception as error:
-            raise RuntimeError(
-                f"jdp.Batches could not read example {index} in epoch {epoch}: "
-                f"{type(error).__name__}: {error}. Without it the epoch would not be the dataset: "
-                f"mend it, or leave it out of the source."
-            ) from error
+        except (Exception, SystemExit) as error:
+            raise _unreadable(error, f"example {index} in epoch {epoch}") from error
         if not isinstance(example, dict) or not example:
             raise TypeError(
                 f"jdp.Batches: example {index} is a {type(example).__name__}, {example!r:.80}; it "
@@ -90,87 +87,80 @@ def _stack(examples: list[Any], ids: np.ndarray, size: int) -> dict[str, Any]:
                 f"{structures[0]}; rows of a batch are alike. Give every example the same names "
                 f"in transform=."
             )
-    full = []
-    for leaf, column in enumerate(zip(*rows, strict=True)):
-        arrays = [np.asarray(entry) for entry in column]
-        like = arrays[0]
-        for index, array in zip(ids, arrays, strict=False):
-            if array.shape != like.shape or array.dtype != like.dtype:
-                path = jax.tree.leaves_with_path(examples[0])[leaf][0]
-                raise ValueError(
-                    f"jdp.Batches: leaf {jax.tree_util.keystr(path)} of example {index} is "
-                    f"{array.dtype}{list(array.shape)}, of example {ids[0]} "
-                    f"{like.dtype}{list(like.shape)}; rows of a batch have one shape. Cut or pad "
-                    f"them in transform=, or put sequences together with jdp.Packed."
-                )
-        out = np.zeros((size, *like.shape), like.dtype)
-        if len(ids):
-            np.stack(arrays, out=out[: len(ids)])
-        full.append(out)
-    return jax.tree.unflatten(structures[0], full)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(examples[0])]
+    columns = zip(names, zip(*rows, strict=True), strict=True)
+    stacked = [_column(name, column, ids, size) for name, column in columns]
+    return jax.tree.unflatten(structures[0], stacked)
 
 
-class Steps:
-    """Steps `start` to `stop` as a thing that Grain can index: one element is one batch.
+def _column(name: str, entries: tuple[Any, ...], ids: np.ndarray, size: int) -> np.ndarray:
+    """One leaf of all examples, `[size, ...]`; without ids just its shape."""
+    indices = ids if len(ids) else [0]
+    arrays = [
+        _array(e, f"leaf {name} of example {i}") for i, e in zip(indices, entries, strict=True)
+    ]
+    like = arrays[0]
+    for index, array in zip(indices, arrays, strict=True):
+        if array.shape != like.shape or array.dtype != like.dtype:
+            raise ValueError(
+                f"jdp.Batches: leaf {name} of example {index} is {array.dtype}{list(array.shape)}, "
+                f"of example {ids[0]} {like.dtype}{list(like.shape)}; rows of a batch have one "
+                f"shape. Cut or pad them in transform=, or put sequences together with jdp.Packed."
+            )
+    out = np.zeros((size, *like.shape), like.dtype)
+    if len(ids):
+        np.stack(arrays, out=out[: len(ids)])
+    return out
 
-    Threads and workers thus share out whole batches, and their number changes nothing in them.
-    """
 
-    def __init__(self, reads: Reads, start: int, stop: int) -> None:
-        self._reads, self.start, self.stop = reads, start, stop
+def _array(entry: Any, where: str) -> np.ndarray:
+    try:
+        array = np.asarray(entry)
+        why = f"its dtype is {array.dtype}"
+    except (TypeError, ValueError) as error:  # a typed PRNG key, a ragged list
+        array, why = np.asarray(None), str(error)
+    if array.dtype.kind in "OSU":
+        raise TypeError(
+            f"jdp.Batches: {where} is a {type(entry).__name__} that JAX cannot hold as an array of "
+            f"numbers ({why}). Encode it as numbers, or take it out of the example, in transform=."
+        )
+    return array
 
-    def __len__(self) -> int:
-        return self.stop - self.start
 
-    def __getitem__(self, k: Any) -> dict[str, Any]:
-        return self._reads.read(self.start + int(k))
+def _unreadable(error: BaseException, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"jdp.Batches could not read {what}: {type(error).__name__}: {error}. Without it the epoch "
+        f"would not be the dataset: mend it, or leave it out of the source."
+    )
 
 
-def load(steps: Steps, workers: int, threads: int) -> Generator[Any, None, None]:
-    """The host batches of the steps in order."""
-    if not workers and not threads:
-        yield from map(steps.__getitem__, range(len(steps)))
-        return
-    grain = needed("grain", "jdp.Batches with workers or threads", "grain")
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():  # Grain's workers read flags that only absl's app.run parses
-        flags.FLAGS.mark_as_parsed()
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
-    dataset = grain.MapDataset.source(steps).to_iter_dataset(options)
+def load(
+    reads: Reads,
+    steps: range,
+    *,
+    workers: int = 0,
+    threads: int = 0,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Generator[Any, None, None]:
+    """The host batches of the steps in order; workers and threads share out whole batches."""
     if workers:
-        several = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
-        dataset = dataset.mp_prefetch(several)
-    iterator = iter(dataset)
-    step = steps.start
-    try:
-        while (host := _next(iterator, step, (step - steps.start) % max(workers, 1))) is not None:
-            yield host
-            step += 1
-    finally:
-        if close := getattr(iterator, "close", None):
-            close()
-
-
-def _next(iterator: Iterator[Any], step: int, worker: int) -> Any:
-    try:
-        return next(iterator, None)
-    except RuntimeError as error:
-        if "terminated unexpectedly" not in str(error):
-            raise
-        raise RuntimeError(
-            f"jdp.Batches: worker process {worker}, which was to read batch {step}, has died: "
-            f"{error} The batch cannot be left out without losing its examples. Exit code -9 is "
-            f"mostly the kernel short of memory: use fewer workers; then start again from the "
-            f"last checkpoint."
-        ) from error
+        return in_processes(reads.read, steps, workers, threads, cancelled)
+    return in_threads(reads.read, steps, threads, cancelled)
 
 
 def fingerprint(source: Any, length: int) -> str:
-    """A hash of the length and of up to 8 examples, the first and the last among them."""
+    """A hash of the length and of up to 8 examples, the first and the last among them.
+
+    Raises:
+        RuntimeError: If one of them cannot be read, naming it.
+    """
     digest = hashlib.sha256(str(length).encode())
     for index in sorted({(length - 1) * i // (_PROBED - 1) for i in range(_PROBED)}):
-        for path, leaf in jax.tree.leaves_with_path(source[index]):
+        try:
+            example = source[index]
+        except Exception as error:
+            raise _unreadable(error, f"example {index}") from error
+        for path, leaf in jax.tree.leaves_with_path(example):
             digest.update(f"{index}{jax.tree_util.keystr(path)}".encode())
             digest.update(_as_bytes(leaf))
     return digest.hexdigest()[:16]
@@ -179,6 +169,10 @@ def fingerprint(source: Any, length: int) -> str:
 def _as_bytes(leaf: Any) -> bytes:
     if isinstance(leaf, bytes):
         return leaf
-    array = np.asarray(leaf)
-    plain = array.dtype != object
-    return f"{array.dtype}{array.shape}".encode() + (array.tobytes() if plain else b"")
+    try:
+        array = np.asarray(leaf)
+    except (TypeError, ValueError):  # a ragged list
+        return repr(leaf).encode()
+    if array.dtype == object:  # its bytes are addresses
+        return type(leaf).__name__.encode()
+    return f"{array.dtype}{array.shape}".encode() + array.tobytes()
