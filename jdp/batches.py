@@ -36,7 +36,7 @@ from jdp.sources import Source
 from jdp.together import together
 
 _WHO = "jdp.Batches"
-_ENDLESS = 2**40  # epochs, and steps: at a thousand a second, 35 years
+_ENDLESS = 2**40  # epochs, or steps of a loop: at a thousand a second, 35 years
 
 
 class Batches:
@@ -64,8 +64,9 @@ class Batches:
     nothing (`one_epoch` is for data that is gone through again and again, as in evaluation).
 
     Args:
-        source: Anything with a length and an index whose examples are dicts of arrays: a list, a
-            Hugging Face dataset, a `grain.MapDataset`, or one of `jdp.sources`.
+        source: Anything with a length and an index whose examples are dicts, nested or not, of
+            what `np.asarray` takes (a list is one array): a list of dicts, a Hugging Face dataset,
+            a `grain.MapDataset`, `jdp.Columns`, `jdp.TokenFile`, ...
         mesh: The mesh of the step.
         batch: Examples B of a global batch, a multiple of replicas * microbatch.
         seed: Of the order and of `random_transform`.
@@ -235,16 +236,16 @@ class Batches:
                     f"lose examples. {fix}, or start a new run with the params only."
                 )
         step = state["step"]
-        if not is_whole(step) or step < 0 or step > (self.num_steps or step):
+        if not is_whole(step) or not 0 <= step <= self._last_step:
             raise ValueError(
                 f"jdp.Batches.restore: the state is at step {step!r}, but this has steps 0 to "
-                f"{self.num_steps}. Give as many epochs as the run had, or more."
+                f"{self._last_step}. Give as many epochs as the run had, or more."
             )
         self._step = int(step)
 
     def __iter__(self) -> Iterator[Any]:
         """Goes on from the position to the end of the last epoch."""
-        stop = self.num_steps or self._step + _ENDLESS
+        stop = min(self._last_step, self._step + _ENDLESS)
         return self._advance(self._run(self._step, stop), self._step)
 
     def one_epoch(self, epoch: int = 0) -> Iterator[Any]:
@@ -256,8 +257,12 @@ class Batches:
         start = self._valid_step(epoch * self.steps_per_epoch)
         return self._run(start, start + self.steps_per_epoch)
 
+    @property
+    def _last_step(self) -> int:
+        return 2**63 - 1 if self.num_steps is None else self.num_steps
+
     def _valid_step(self, step: int) -> int:
-        if not is_whole(step) or step < 0 or step >= (self.num_steps or _ENDLESS):
+        if not is_whole(step) or not 0 <= step < self._last_step:
             raise ValueError(
                 f"jdp.Batches has no step {step!r}; its steps are 0 to "
                 f"{'without end' if self.num_steps is None else self.num_steps - 1}, "

@@ -114,6 +114,7 @@ class ArrayRecords:
 
     Raises:
         FileNotFoundError: If a path or pattern matches nothing.
+        ValueError: If a file is damaged; later, if a record is, which its checksum tells.
         ImportError: If Grain's ArrayRecord reader is not installed.
 
     Example:
@@ -138,7 +139,12 @@ class ArrayRecords:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        return self._decode(self._records[index])
+        try:
+            record = self._records[index]
+        except Exception as error:
+            where = f"record {index} of {', '.join(self._paths):.300}"
+            raise damaged("jdp.ArrayRecords", where, error) from error
+        return self._decode(record)
 
 
 class Parquet:
@@ -216,7 +222,7 @@ def _read_group(group: _Group, columns: tuple[str, ...] | None) -> Any:
     try:
         if os.stat(group.path).st_mtime_ns != group.changed:
             raise OSError("it was written anew since this run opened it")
-        with parquet.ParquetFile(group.path) as file:
+        with parquet.ParquetFile(group.path, page_checksum_verification=True) as file:
             return file.read_row_group(group.number, columns=columns and list(columns))
     except Exception as error:
         raise damaged("jdp.Parquet", f"row group {group.number} of {group.path}", error) from error

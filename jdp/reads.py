@@ -79,7 +79,7 @@ class Reads(NamedTuple):
 
 def _stack(examples: list[Any], ids: np.ndarray, size: int) -> dict[str, Any]:
     """Leaves `[size, ...]`: one row for each of the ids, then zeros."""
-    rows, structures = zip(*map(jax.tree.flatten, examples), strict=True)
+    rows, structures = zip(*[jax.tree.flatten(e, _is_list) for e in examples], strict=True)
     for index, structure in zip(ids, structures, strict=False):
         if structure != structures[0]:
             raise ValueError(
@@ -87,10 +87,16 @@ def _stack(examples: list[Any], ids: np.ndarray, size: int) -> dict[str, Any]:
                 f"{structures[0]}; rows of a batch are alike. Give every example the same names "
                 f"in transform=."
             )
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(examples[0])]
+    paths = jax.tree.leaves_with_path(examples[0], _is_list)
+    names = [jax.tree_util.keystr(path) for path, _ in paths]
     columns = zip(names, zip(*rows, strict=True), strict=True)
     stacked = [_column(name, column, ids, size) for name, column in columns]
     return jax.tree.unflatten(structures[0], stacked)
+
+
+def _is_list(x: Any) -> bool:
+    """A list is an array, as Parquet and Hugging Face rows mean it; JAX would take it apart."""
+    return isinstance(x, list)
 
 
 def _column(name: str, entries: tuple[Any, ...], ids: np.ndarray, size: int) -> np.ndarray:
@@ -160,7 +166,7 @@ def fingerprint(source: Any, length: int) -> str:
             example = source[index]
         except Exception as error:
             raise _unreadable(error, f"example {index}") from error
-        for path, leaf in jax.tree.leaves_with_path(example):
+        for path, leaf in jax.tree.leaves_with_path(example, _is_list):
             digest.update(f"{index}{jax.tree_util.keystr(path)}".encode())
             digest.update(_as_bytes(leaf))
     return digest.hexdigest()[:16]

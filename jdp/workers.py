@@ -89,7 +89,10 @@ def in_processes(
     with contextlib.closing(_Workers(read, numbers, workers, threads)) as started:
         for k, number in enumerate(numbers):
             worker = started.running[k % workers]
-            while not worker.pipe.poll(_POLL_SECONDS):
+            # its pipe may outlive it, where a child of its own has inherited it
+            while not multiprocessing.connection.wait(
+                [worker.pipe, worker.process.sentinel], _POLL_SECONDS
+            ):
                 if cancelled():
                     return
             yield _received(worker, number)
@@ -156,6 +159,8 @@ def _as_failure(error: BaseException) -> bytes:
 
 def _received(worker: _Worker, owed: int) -> Any:
     try:
+        if not worker.pipe.poll():
+            raise EOFError
         result, failure = pickle.loads(worker.pipe.recv_bytes())
     except (EOFError, OSError) as error:
         worker.process.join(_LEAVE_SECONDS)

@@ -1,13 +1,13 @@
 """Exactly-once data (jdp/batches.py, shuffle.py, reads.py, together.py, loading.py)."""
 
 import json
-import os
+import multiprocessing
 import re
-import signal
 import threading
 import time
 
 import cluster
+import dying
 import grain
 import hypothesis
 import hypothesis.strategies as st
@@ -15,6 +15,8 @@ import jax
 import numpy as np
 import optax
 import pytest
+from dying import double, noise
+from jax.sharding import PartitionSpec as P
 from reference import mlp
 
 import jdp
@@ -68,7 +70,7 @@ def test_e06_the_order_is_another_in_each_epoch_and_for_each_seed():
 
 
 def test_every_example_comes_equally_often_to_every_position():
-    length, tries = 10, 4000
+    length, tries = 10, 1000
     counts = np.zeros((length, length))
     for epoch in range(tries):
         counts[np.arange(length), shuffled(np.arange(length), length, seed=1, epoch=epoch)] += 1
@@ -107,6 +109,56 @@ def test_every_example_once_an_epoch_and_the_same_batches_on_all_devices(num, le
     assert all(b["x"].sharding.num_devices == num for b in taken)
 
 
+def test_exactly_once_on_two_data_axes_and_beside_a_model_axis():
+    expected = [_host(b) for b in _batches(epochs=1)]
+    for names, shape in ((("node", "device"), (2, 4)), (("data", "model"), (4, 2))):
+        mesh = jdp.make_mesh(names, shape)
+        batches = Batches(_source(37), mesh, batch=16, seed=3, epochs=1)
+        assert [_host(b) for b in batches] == expected
+        data = jdp.data_axes(mesh)
+        assert batches.at(0)["x"].sharding.spec == P(data)
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_e04_e05_the_shares_of_all_hosts_are_the_dataset(hosts):
+    batches = _batches(22, batch=8)
+    seen = []
+    for host in range(hosts):
+        slots = np.arange(8).reshape(hosts, -1)[host]
+        reads = batches._reads._replace(slots=slots)
+        for step in range(batches.steps_per_epoch):
+            read = reads.read(step)
+            seen += read["id"][read["weight"] == 1].tolist()
+    assert sorted(seen) == list(range(22))
+
+
+def test_numbers_may_be_large_and_of_numpy():
+    batches = _batches(seed=np.int64(2**63 - 1), batch=np.int32(16), source=Far())
+    state = json.loads(json.dumps(batches.state()))
+    for step in (0, 10**6, 2**52):
+        batches.restore(state | {"step": step})
+        batch = next(iter(batches))
+        ids = batches.rows(step)
+        assert np.asarray(batch["x"]).tolist() == (ids % 1000).tolist()
+        assert len(set(ids)) == 16
+    assert batches.step == 2**52 + 1
+    with pytest.raises(
+        ValueError, match="no step 9223372036854775808; its steps are 0 to without end"
+    ):
+        batches.at(2**63)
+
+
+class Far:
+    """As many examples as an index can count, almost."""
+
+    def __len__(self):
+        return 2**62
+
+    def __getitem__(self, index):
+        assert 0 <= index < 2**62
+        return {"x": np.int32(index % 1000)}
+
+
 def test_a_batch_can_be_asked_for_and_an_epoch_gone_through_without_moving():
     batches = _batches(epochs=2)
     taken = list(batches)
@@ -137,22 +189,19 @@ def test_grain_datasets_and_nested_examples_are_sources():
     assert sorted(_ids(first) + _ids(second)) == list(range(20))
 
 
-def _double(example):
-    return example | {"x": example["x"] * 2}
-
-
-def _noise(example, generator):
-    return example | {"x": example["x"] + generator.normal(size=1).astype(np.float32)}
-
-
-def test_e03_e15_threads_and_workers_change_nothing(monkeypatch):
-    options = {"transform": _double, "random_transform": _noise, "epochs": 2}
+def test_e03_threads_and_workers_change_nothing():
+    options = {"transform": double, "random_transform": noise, "epochs": 2}
     expected = [_host(b) for b in _batches(**options)]
     assert expected[0]["x"] != expected[3]["x"]
-    for how in ({"threads": 3}, {"workers": 2}):
-        batches = _batches(**options, **how)
-        assert [_host(b) for b in batches] == expected
-    batches.restore(batches.state() | {"step": 4})
+    assert [_host(b) for b in _batches(**options, threads=3)] == expected
+    batches = _batches(**options, workers=2)
+    loop = iter(batches)
+    assert [_host(next(loop)) for _ in range(4)] == expected[:4]
+    assert batches.state()["step"] == 4  # though the workers are further
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    del loop  # by collection alone
+    assert not any(worker.is_alive() for worker in workers)
     assert [_host(b) for b in batches] == expected[4:]
 
 
@@ -328,26 +377,10 @@ def test_e02_a_process_reads_the_rows_of_its_own_replicas_only():
 # Failures -----------------------------------------------------------------------------------------
 
 
-class Deadly(Counted):
-    """Kills the worker process that reads example 20."""
-
-    def __init__(self, length, home):
-        super().__init__(length)
-        self.home = home
-
-    def __getitem__(self, index):
-        if index == 20 and os.getpid() != self.home:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_worker_that_dies_is_an_error_that_names_it():
-    source = Deadly(64, os.getpid())
-    batches = _batches(source=source, workers=2, shuffle=False, epochs=1)
-    with pytest.raises(
-        RuntimeError, match=r"worker process 1, which was to read batch 1, has died"
-    ):
+def test_a_worker_that_dies_names_itself_after_the_batches_before():
+    batches = _batches(source=dying.Source(64), workers=2, shuffle=False, epochs=1)
+    said = r"worker process 1 \(pid \d+\), which was to read batch 1, has died with exit code 0"
+    with pytest.raises(RuntimeError, match=said):
         list(batches)
     assert batches.step == 1
 
@@ -366,6 +399,37 @@ def test_an_error_names_the_example_and_arrives_after_the_batches_before_it():
     threaded = _batches(transform=broken, shuffle=False, epochs=1, threads=2)
     with pytest.raises(RuntimeError, match=said):
         list(threaded)
+
+
+def _leaves(example):
+    raise SystemExit(0)
+
+
+def test_a_library_that_leaves_is_an_error_that_names_the_example():
+    with pytest.raises(RuntimeError, match=r"could not read example 0 in epoch 0: SystemExit: 0"):
+        _batches(transform=_leaves, shuffle=False).at(0)
+
+
+def test_a_batch_unlike_the_first_is_named_by_its_step():
+    batches = _batches(transform=lambda e: {"x": np.zeros(1 + e["id"] // 16)}, shuffle=False)
+    loop = iter(batches)
+    next(loop)
+    with pytest.raises(
+        ValueError, match=r"jdp.Batches: leaf \['x'\] of batch 1 is float32\[16, 2\]"
+    ):
+        next(loop)
+    assert batches.step == 1
+
+
+class Broken(list):
+    def __getitem__(self, index):
+        raise OSError("stale file handle")
+
+
+def test_a_source_that_cannot_be_read_says_so_at_once():
+    said = "could not read example 0: OSError: stale file handle"
+    with pytest.raises(RuntimeError, match=said):
+        _batches(source=Broken([1]))
 
 
 def test_threads_end_when_the_loop_is_left():
@@ -423,9 +487,11 @@ def test_a_loop_that_waits_is_told_once(monkeypatch):
         ({"source": {"x": np.zeros(3)}}, TypeError, r"got a dict.*jdp.Columns\(arrays\)"),
         ({"source": []}, ValueError, "empty source"),
         ({"batch": 12}, ValueError, "batch=12, which is not a multiple of 8.*Take 8 or 16"),
-        ({"batch": 0}, ValueError, "batch=0; it counts"),
+        ({"batch": 0}, ValueError, "batch=0; it is a whole number from 1"),
         ({"microbatch": 0}, ValueError, "microbatch=0"),
         ({"seed": -1}, ValueError, "seed=-1"),
+        ({"seed": 2**63}, ValueError, "seed=9223372036854775808; .* to 9223372036854775807"),
+        ({"epochs": 10**30}, ValueError, "epochs=10"),
         ({"epochs": 0}, ValueError, "epochs=0"),
         ({"workers": 1.5}, ValueError, "workers=1.5"),
     ],
@@ -446,6 +512,20 @@ def test_what_cannot_be_is_refused_with_a_sentence(options, error, said):
             r"leaf \['x'\] of example 9 is float64\[3\], of example 0 float64\[2\].*Packed",
         ),
         ([{"x": 0}] * 15 + [{"y": 0}], ValueError, "example 15 has the leaves"),
+        ([{"x": "a"}] * 16, TypeError, r"leaf \['x'\] of example 0 is a str that JAX .*transform="),
+        ([{"x": 0}] * 15 + [{"x": b"b"}], TypeError, "of example 15 is a bytes that JAX"),
+        ([{"x": [[1], [1, 2]]}] * 16, TypeError, "of example 0 is a list that JAX .*inhomog"),
+        ([{"x": jax.random.key(0)}] * 16, TypeError, "leaf .* JAX cannot hold as an array of num"),
+        (
+            [{"x": 2**40}] * 16,
+            ValueError,
+            r"jdp.Batches: leaf \['x'\] of batch 0 holds 1099511627776, which does not fit int32",
+        ),
+        (
+            [{"weight": -1.0}] * 16,
+            ValueError,
+            "jdp.Batches: the weight of batch 0 is -1.0 in row 0",
+        ),
     ],
 )
 def test_examples_that_make_no_batch_are_refused(examples, error, said):

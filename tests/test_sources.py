@@ -1,11 +1,13 @@
 """Datasets that Batches reads (jdp/sources.py): each format read, sent to a worker, and refused."""
 
+import os
 import pickle
 import sys
 
 import grain
 import hypothesis
 import hypothesis.strategies as st
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from array_record.python import array_record_module
@@ -28,15 +30,34 @@ def _epoch(source, name, **options):
     return np.concatenate([np.asarray(b[name])[np.asarray(b["weight"]) == 1] for b in batches])
 
 
-def test_columns_may_be_memory_mapped(tmp_path):
-    np.save(tmp_path / "x.npy", np.arange(22.0, dtype=np.float32).reshape(11, 2))
-    source = Columns({"x": np.load(tmp_path / "x.npy", mmap_mode="r"), "y": np.arange(11)})
+def test_columns_may_be_memory_mapped_and_nested(tmp_path):
+    rows = np.arange(22.0, dtype=np.float32).reshape(11, 2)
+    np.save(tmp_path / "x.npy", np.repeat(rows, 1000, axis=1))
+    np.save(tmp_path / "f.npy", np.asfortranarray(np.repeat(rows, 1000, axis=1)))
+    x, f = (np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in "xf")
+    source = Columns({"x": x, "in": {"f": f, "y": jnp.arange(11)}})
     assert len(source) == 11
-    assert _epoch(source, "x").tolist() == np.arange(22).reshape(11, 2).tolist()
-    with pytest.raises(ValueError, match=r"arrays of one length.*'x': 2, 'y': 3"):
-        Columns({"x": [1, 2], "y": [1, 2, 3]})
+    data = pickle.dumps(source)
+    assert len(data) < 2000  # paths, not the files
+    for some in (source, pickle.loads(data)):
+        for i in (0, 10):
+            example = some[i]
+            assert (example["x"] == np.repeat(rows[i], 1000)).all()
+            assert (example["in"]["f"] == example["x"]).all()
+            assert example["in"]["y"] == i
+    assert _epoch(source, "x")[:, ::1000].tolist() == rows.tolist()
+    # a view is not where its file says it is
+    assert _sent(Columns({"x": x[3:]}))[0]["x"][0] == rows[3, 0]
+
+
+def test_columns_that_are_none():
+    with pytest.raises(ValueError, match=r"arrays of one length.*\['x'\]: 2, \['a'\]\['y'\]: 3"):
+        Columns({"x": [1, 2], "a": {"y": [1, 2, 3]}})
     with pytest.raises(ValueError, match="got none"):
         Columns({})
+    for column, what in ((3, "int, 3"), (np.zeros(()), "ndarray"), ("text", "str, 'text'")):
+        with pytest.raises(TypeError, match=rf"column \['y'\] is a {what}.*has no rows"):
+            Columns({"x": [1, 2], "y": column})
 
 
 @pytest.mark.parametrize("kind", ["raw", "npy"])
@@ -63,6 +84,23 @@ def test_token_files_that_cannot_be_read(tmp_path):
         TokenFile(path, 1)
     with pytest.raises(FileNotFoundError, match=r"jdp.TokenFile found nothing at .*gone.bin"):
         TokenFile(tmp_path / "gone.bin", 1)
+    with pytest.raises(IsADirectoryError, match=r"is a folder.*Give a pattern, such as"):
+        TokenFile(tmp_path, 1)
+    np.save(tmp_path / "x.npy", np.zeros(9))
+    with pytest.raises(ValueError, match="holds float64, and ids of tokens are integers"):
+        TokenFile(tmp_path / "x.npy", 1)
+    with pytest.raises(ValueError, match=r"which names 2 files, and a window must not"):
+        TokenFile(tmp_path / "*", 1)
+    (tmp_path / "x.npy").write_bytes(b"no header")
+    path.write_bytes(b"")
+    for damaged in (path, tmp_path / "x.npy"):
+        with pytest.raises(ValueError, match=r"jdp.TokenFile cannot read .* cut short, damaged"):
+            TokenFile(damaged, 1)
+    np.arange(9, dtype=np.uint16).tofile(path)
+    source = TokenFile(path, 4)
+    np.arange(7, dtype=np.uint16).tofile(path)
+    with pytest.raises(IndexError, match="no whole window 1 of 2: the file has become shorter"):
+        _sent(source)[1]
 
 
 def _number(record):
@@ -85,6 +123,26 @@ def test_array_records_through_grain(tmp_path):
     assert _epoch(plain, "id", transform=_number).tolist() == list(range(10))
     with pytest.raises(FileNotFoundError, match=r"jdp.ArrayRecords found nothing at"):
         ArrayRecords([str(tmp_path / "none*.array_record")], decode=_number)
+    whole = (tmp_path / "part1.array_record").read_bytes()
+    (tmp_path / "part1.array_record").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"jdp.ArrayRecords cannot read .*part1.*cut short"):
+        ArrayRecords(str(tmp_path / "*.array_record"), decode=_number)
+
+
+def test_a_damaged_record_is_named(tmp_path):
+    path = tmp_path / "a.array_record"
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    noise = np.random.default_rng(0).bytes(1000)
+    for _ in range(100):
+        writer.write(noise)
+    writer.close()
+    whole = bytearray(path.read_bytes())
+    whole[50_000] ^= 255
+    path.write_bytes(whole)
+    source = ArrayRecords(path, decode=lambda record: {"x": np.frombuffer(record, np.uint8)})
+    said = r"could not read example \d+.*cannot read record \d+ of .*a.array_record.*mend it"
+    with pytest.raises(RuntimeError, match=said):
+        _epoch(source, "x")
 
 
 def test_parquet_rows_in_groups_of_several_files(tmp_path):
@@ -98,22 +156,45 @@ def test_parquet_rows_in_groups_of_several_files(tmp_path):
     source = _sent(Parquet(str(tmp_path / "*.parquet"), columns=["id", "x"]))
     assert len(source) == 14
     assert _epoch(source, "id").tolist() == list(range(14))
-    assert _epoch(source, "x", transform=_floats)[3].tolist() == [3.0, 3.5]
+    assert _epoch(source, "x")[3].tolist() == [3.0, 3.5]
     assert Parquet(tmp_path / "0.parquet")[2]["name"] == "a"
     with pytest.raises(ValueError, match=r"has no column \['y'\], only \['id', 'x', 'name'\]"):
         Parquet(tmp_path / "0.parquet", columns=["y"])
 
 
-def _floats(example):
-    return {"x": np.asarray(example["x"], np.float32)}
+def test_parquet_files_that_cannot_be_read(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"id": np.random.default_rng(0).integers(0, 2**31, 1000)})
+    parquet.write_table(table, path, row_group_size=100, write_page_checksum=True)
+    source = Parquet(path, columns="id")
+    first, whole = source[0], bytearray(path.read_bytes())
+    with pytest.raises(IndexError, match="rows 0 to 999, and no row 1000"):
+        source[1000]
+    path.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=r"jdp.Parquet cannot read .*a.parquet: .*cut short"):
+        Parquet(path)
+    # written anew: what was kept of the old one must not be given for it
+    parquet.write_table(table.take(np.arange(999, -1, -1)), path, row_group_size=100)
+    os.utime(path, ns=(0, 0))
+    assert Parquet(path, columns="id")[999] == first
+    with pytest.raises(ValueError, match=r"cannot read row group 5 of .*written anew"):
+        source[500]
+    whole[len(whole) // 2] ^= 255
+    path.write_bytes(whole)
+    with pytest.raises(RuntimeError, match=r"could not read example \d+: ValueError.*row group \d"):
+        _epoch(Parquet(path), "id")
 
 
 def test_hugging_face_datasets_are_sources():
     datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
     pyarrow = pytest.importorskip("pyarrow")
     # a fingerprint of our own: dill, which would make one, cannot pickle pyarrow's newest types
-    source = datasets.Dataset(pyarrow.table({"id": list(range(11))}), fingerprint="ids")
+    table = pyarrow.table({"id": list(range(11)), "x": [[i, i + 1] for i in range(11)]})
+    source = datasets.Dataset(table, fingerprint="ids")
     assert _epoch(source, "id").tolist() == list(range(11))
+    assert _epoch(_sent(source), "x").tolist() == [[i, i + 1] for i in range(11)]
 
 
 def test_a_missing_library_is_named_with_its_install_line(tmp_path, monkeypatch):
