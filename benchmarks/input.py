@@ -8,7 +8,8 @@ Arms read the same number of batches, each in its own order:
     by hand      a NumPy permutation, np.stack, jax.device_put; no thread, no checks
     Grain        MapDataset.shuffle.batch through jdp.feed
     Batches      as it comes (a thread that reads ahead)
-    threads=2    the same, batches read by two threads of Grain
+    threads=2    the same, batches read by two threads
+    workers=2    the same, by two processes
 
 Then the order alone (µs a batch, for datasets of 10^4 to 10^12 examples), and `pace` of a training
 loop whose transform sleeps: known truth for the share of time that it is said to wait.
@@ -22,7 +23,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import grain
@@ -32,14 +33,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.batches import Batches
-from jdp.shuffle import shuffled
-from jdp.sources import TokenFile
 
 LENGTH, BATCH, STEPS = 256, 256, 40
 
 
-def by_hand(source: TokenFile, mesh: jax.sharding.Mesh) -> Iterator[Any]:
+def by_hand(source: jdp.TokenFile, mesh: jax.sharding.Mesh) -> Generator[Any, None, None]:
     order = np.random.default_rng(0).permutation(len(source))
     sharding = NamedSharding(mesh, P("data"))
     for start in range(0, len(order), BATCH):
@@ -47,12 +45,12 @@ def by_hand(source: TokenFile, mesh: jax.sharding.Mesh) -> Iterator[Any]:
         yield jax.device_put({"tokens": rows}, sharding)
 
 
-def through_grain(source: TokenFile, mesh: jax.sharding.Mesh) -> Iterator[Any]:
+def through_grain(source: jdp.TokenFile, mesh: jax.sharding.Mesh) -> Generator[Any, None, None]:
     loader = grain.MapDataset.source(source).shuffle(seed=0).batch(BATCH)
     return jdp.feed(loader, mesh)
 
 
-def speed(batches: Iterator[Any]) -> float:
+def speed(batches: Generator[Any, None, None]) -> float:
     """Examples a second, without the first batch."""
     jax.block_until_ready(next(batches))
     start = time.perf_counter()
@@ -61,20 +59,23 @@ def speed(batches: Iterator[Any]) -> float:
     return STEPS * BATCH / (time.perf_counter() - start)
 
 
-def compare(source: TokenFile, mesh: jax.sharding.Mesh, rounds: int) -> None:
-    def ours(threads: int = 0) -> Callable[[], Iterator[Any]]:
-        return lambda: Batches(source, mesh, batch=BATCH, seed=0, threads=threads).one_epoch()
+def compare(source: jdp.TokenFile, mesh: jax.sharding.Mesh, rounds: int) -> None:
+    def ours(**how: Any) -> Callable[[], Generator[Any, None, None]]:
+        return lambda: jdp.Batches(source, mesh, batch=BATCH, seed=0, **how).one_epoch()
 
-    arms: dict[str, Callable[[], Iterator[Any]]] = {
+    arms: dict[str, Callable[[], Generator[Any, None, None]]] = {
         "by hand": lambda: by_hand(source, mesh),
         "Grain": lambda: through_grain(source, mesh),
         "Batches": ours(),
         "threads=2": ours(threads=2),
+        "workers=2": ours(workers=2),
     }
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, make in arms.items():
-            speeds[name].append(speed(make()))
+            batches = make()
+            speeds[name].append(speed(batches))
+            batches.close()
     hand = statistics.median(speeds["by hand"])
     for name, seen in speeds.items():
         middle = statistics.median(seen)
@@ -86,7 +87,7 @@ def order() -> None:
     for exponent in (4, 6, 9, 12):
         start = time.perf_counter()
         for step in range(200):
-            shuffled(np.arange(BATCH) + step, 10**exponent, seed=0, epoch=0)
+            jdp.shuffled(np.arange(BATCH) + step, 10**exponent, seed=0, epoch=0)
         print(f"order of 10^{exponent}: {(time.perf_counter() - start) / 200 * 1e6:.0f} µs a batch")
 
 
@@ -99,7 +100,7 @@ def waiting(mesh: jax.sharding.Mesh) -> None:
         return example
 
     for step_seconds in (0.005, 0.04):
-        batches = Batches(source, mesh, batch=8, seed=0, epochs=60, transform=slow)
+        batches = jdp.Batches(source, mesh, batch=8, seed=0, epochs=60, transform=slow)
         for _ in batches:
             time.sleep(step_seconds)
         pace = batches.pace
@@ -120,7 +121,7 @@ def main() -> None:
         path = pathlib.Path(folder, "tokens.bin")
         ids = np.random.default_rng(0).integers(0, 2**16, LENGTH * BATCH * (STEPS + 4) + 1)
         ids.astype(np.uint16).tofile(path)
-        compare(TokenFile(path, LENGTH), mesh, rounds)
+        compare(jdp.TokenFile(path, LENGTH), mesh, rounds)
     order()
     waiting(mesh)
 

@@ -248,7 +248,7 @@ class Batches:
         stop = min(self._last_step, self._step + _ENDLESS)
         return self._advance(self._run(self._step, stop), self._step)
 
-    def one_epoch(self, epoch: int = 0) -> Iterator[Any]:
+    def one_epoch(self, epoch: int = 0) -> Generator[Any, None, None]:
         """The batches of one epoch, without moving the position: for evaluation, or a look.
 
         Raises:

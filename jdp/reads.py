@@ -72,65 +72,69 @@ class Reads(NamedTuple):
         epoch, ids = self.rows(step, self.slots)
         # a process without a row in a ragged end still needs the shapes
         examples = [self.example(int(i), epoch) for i in (ids if len(ids) else [0])]
-        host = _stack(examples, ids, len(self.slots))
+        host = _stacked("", examples, ids, len(self.slots))
         ones = (np.arange(len(self.slots)) < len(ids)).astype(np.float32)
         return {WEIGHT: ones} | host  # a weight of the example's own is already 0 in padding
 
 
-def _stack(examples: list[Any], ids: np.ndarray, size: int) -> dict[str, Any]:
-    """Leaves `[size, ...]`: one row for each of the ids, then zeros."""
-    rows, structures = zip(*[jax.tree.flatten(e, _is_list) for e in examples], strict=True)
-    for index, structure in zip(ids, structures, strict=False):
-        if structure != structures[0]:
+def _stacked(name: str, entries: list[Any], ids: np.ndarray, size: int) -> Any:
+    """Leaves `[size, ...]`: one row for each of the ids, then zeros; without ids just shapes."""
+    first = entries[0]
+    if not isinstance(first, dict):
+        return _column(name, entries, ids, size)
+    for entry, index in zip(entries, ids, strict=False):
+        if not isinstance(entry, dict) or entry.keys() != first.keys():
             raise ValueError(
-                f"jdp.Batches: example {index} has the leaves {structure}, example {ids[0]} "
-                f"{structures[0]}; rows of a batch are alike. Give every example the same names "
-                f"in transform=."
+                f"jdp.Batches: example {index} has {_said(entry)}{name and f' in {name}'}, example "
+                f"{ids[0]} {_said(first)}; rows of a batch are alike. Give every example the same "
+                f"names in transform=."
             )
-    paths = jax.tree.leaves_with_path(examples[0], _is_list)
-    names = [jax.tree_util.keystr(path) for path, _ in paths]
-    columns = zip(names, zip(*rows, strict=True), strict=True)
-    stacked = [_column(name, column, ids, size) for name, column in columns]
-    return jax.tree.unflatten(structures[0], stacked)
+    return {
+        key: _stacked(f"{name}[{key!r}]", [entry[key] for entry in entries], ids, size)
+        for key in first
+    }
 
 
-def _is_list(x: Any) -> bool:
-    """A list is an array, as Parquet and Hugging Face rows mean it; JAX would take it apart."""
-    return isinstance(x, list)
+def _said(entry: Any) -> str:
+    return f"the names {list(entry)}" if isinstance(entry, dict) else f"a {type(entry).__name__}"
 
 
-def _column(name: str, entries: tuple[Any, ...], ids: np.ndarray, size: int) -> np.ndarray:
-    """One leaf of all examples, `[size, ...]`; without ids just its shape."""
+def _column(name: str, entries: list[Any], ids: np.ndarray, size: int) -> np.ndarray:
+    """One leaf; what it is called is worked out only for an error, being slower than the copy."""
     indices = ids if len(ids) else [0]
-    arrays = [
-        _array(e, f"leaf {name} of example {i}") for i, e in zip(indices, entries, strict=True)
-    ]
+    arrays = [_array(entry, name, i) for entry, i in zip(entries, indices, strict=True)]
     like = arrays[0]
-    for index, array in zip(indices, arrays, strict=True):
+    for array, index in zip(arrays, indices, strict=True):
         if array.shape != like.shape or array.dtype != like.dtype:
             raise ValueError(
                 f"jdp.Batches: leaf {name} of example {index} is {array.dtype}{list(array.shape)}, "
                 f"of example {ids[0]} {like.dtype}{list(like.shape)}; rows of a batch have one "
                 f"shape. Cut or pad them in transform=, or put sequences together with jdp.Packed."
             )
+    if len(ids) == size:
+        return np.stack(arrays)
     out = np.zeros((size, *like.shape), like.dtype)
     if len(ids):
         np.stack(arrays, out=out[: len(ids)])
     return out
 
 
-def _array(entry: Any, where: str) -> np.ndarray:
+def _array(entry: Any, name: str, index: int) -> np.ndarray:
     try:
         array = np.asarray(entry)
-        why = f"its dtype is {array.dtype}"
     except (TypeError, ValueError) as error:  # a typed PRNG key, a ragged list
-        array, why = np.asarray(None), str(error)
+        raise _no_numbers(entry, name, index, str(error)) from error
     if array.dtype.kind in "OSU":
-        raise TypeError(
-            f"jdp.Batches: {where} is a {type(entry).__name__} that JAX cannot hold as an array of "
-            f"numbers ({why}). Encode it as numbers, or take it out of the example, in transform=."
-        )
+        raise _no_numbers(entry, name, index, f"its dtype is {array.dtype}")
     return array
+
+
+def _no_numbers(entry: Any, name: str, index: int, why: str) -> TypeError:
+    return TypeError(
+        f"jdp.Batches: leaf {name} of example {index} is a {type(entry).__name__} that JAX cannot "
+        f"hold as an array of numbers ({why}). Encode it as numbers, or take it out of the "
+        f"example, in transform=."
+    )
 
 
 def _unreadable(error: BaseException, what: str) -> RuntimeError:
@@ -166,7 +170,7 @@ def fingerprint(source: Any, length: int) -> str:
             example = source[index]
         except Exception as error:
             raise _unreadable(error, f"example {index}") from error
-        for path, leaf in jax.tree.leaves_with_path(example, _is_list):
+        for path, leaf in jax.tree.leaves_with_path(example, lambda x: not isinstance(x, dict)):
             digest.update(f"{index}{jax.tree_util.keystr(path)}".encode())
             digest.update(_as_bytes(leaf))
     return digest.hexdigest()[:16]

@@ -1,5 +1,7 @@
 """Exactly-once data (jdp/batches.py, shuffle.py, reads.py, together.py, loading.py)."""
 
+import collections
+import itertools
 import json
 import multiprocessing
 import re
@@ -69,21 +71,51 @@ def test_e06_the_order_is_another_in_each_epoch_and_for_each_seed():
     assert len(orders) == 25
 
 
-def test_every_example_comes_equally_often_to_every_position():
-    length, tries = 10, 1000
+@pytest.mark.parametrize("length", [5, 10])
+def test_every_example_comes_equally_often_to_every_position(length):
+    tries = 500
+    orders = [shuffled(np.arange(length), length, seed=1, epoch=e) for e in range(tries)]
     counts = np.zeros((length, length))
-    for epoch in range(tries):
-        counts[np.arange(length), shuffled(np.arange(length), length, seed=1, epoch=epoch)] += 1
-    chi = ((counts - tries / length) ** 2 / (tries / length)).sum()
-    # 81 degrees of freedom: mean 81, standard deviation 12.7; five of them
-    assert chi < 145
+    for order in orders:
+        counts[np.arange(length), order] += 1
+    _looks_uniform(counts, (length - 1) ** 2)
+
+
+def test_every_order_of_a_small_set_comes_equally_often():
+    orders = [tuple(shuffled(np.arange(6), 6, seed=1, epoch=e)) for e in range(2000)]
+    counted = collections.Counter(orders)
+    counts = np.asarray([counted[order] for order in itertools.permutations(range(6))])
+    _looks_uniform(counts, 719)
+
+
+def _looks_uniform(counts, freedom):
+    chi = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
+    # of chi squared: mean and standard deviation; five of them
+    assert chi < freedom + 5 * (2 * freedom) ** 0.5
 
 
 def test_the_order_of_a_seed_is_for_ever():
     # a changed order would make saved positions repeat and lose examples
-    assert shuffled(np.arange(8), 8, seed=0, epoch=0).tolist() == [2, 5, 1, 7, 6, 0, 3, 4]
+    assert shuffled(np.arange(8), 8, seed=0, epoch=0).tolist() == [0, 1, 2, 4, 5, 6, 3, 7]
     assert shuffled(np.asarray(5), 10**12, seed=7, epoch=3).shape == ()
-    assert int(shuffled(5, 10**12, seed=7, epoch=3)) == 402437209758
+    assert int(shuffled(5, 10**12, seed=7, epoch=3)) == 904726727135
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"length": 0}, "length 0"),
+        ({"length": 2**63}, "length 9223372036854775808"),
+        ({"positions": [3]}, "positions to 3; the order is one of 3 examples, .* from 0 to 2"),
+        ({"positions": [-1]}, "positions from -1"),
+        ({"seed": -1}, "seed -1"),
+        ({"epoch": 2**63}, "epoch 9223372036854775808"),
+    ],
+)
+def test_what_has_no_order(change, said):
+    given = {"positions": [0], "length": 3, "seed": 0, "epoch": 0} | change
+    with pytest.raises(ValueError, match=f"jdp.shuffled got {said}"):
+        shuffled(given.pop("positions"), given.pop("length"), **given)
 
 
 # Exactly once -------------------------------------------------------------------------------------
@@ -511,7 +543,16 @@ def test_what_cannot_be_is_refused_with_a_sentence(options, error, said):
             ValueError,
             r"leaf \['x'\] of example 9 is float64\[3\], of example 0 float64\[2\].*Packed",
         ),
-        ([{"x": 0}] * 15 + [{"y": 0}], ValueError, "example 15 has the leaves"),
+        (
+            [{"x": 0}] * 15 + [{"y": 0}],
+            ValueError,
+            r"example 15 has the names \['y'\], example 0 the names \['x'\]",
+        ),
+        (
+            [{"x": {"y": 0}}] * 15 + [{"x": 0}],
+            ValueError,
+            r"15 has a int in \['x'\], example 0 the",
+        ),
         ([{"x": "a"}] * 16, TypeError, r"leaf \['x'\] of example 0 is a str that JAX .*transform="),
         ([{"x": 0}] * 15 + [{"x": b"b"}], TypeError, "of example 15 is a bytes that JAX"),
         ([{"x": [[1], [1, 2]]}] * 16, TypeError, "of example 0 is a list that JAX .*inhomog"),
