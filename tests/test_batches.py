@@ -316,10 +316,13 @@ class Counted:
 
 
 def _two():
+    import time
+
     import numpy as np
     import test_batches
 
     import jdp
+    from jdp import processes
     from jdp.batches import Batches
 
     me, mesh = jax.process_index(), jdp.make_mesh()
@@ -367,12 +370,23 @@ def _two():
         return example
 
     attempt("broken", make(transform=breaks))
+
+    if jax.local_device_count() == 1:
+        processes.ANSWER_SECONDS = 1
+
+        def sticks(example):
+            time.sleep(2.5 * (me == 1 and example["id"] == first.rows(1)[-1]))
+            return example
+
+        attempt("stuck", make(transform=sticks))
     return said
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("num_devices", [1, 4])
-def test_a29_b01_b05_e02_e05_two_processes_read_their_own_rows_and_fail_together(num_devices):
+def test_a29_b01_b03_b05_b14_e02_e05_two_processes_read_their_own_rows_and_fail_together(
+    num_devices,
+):
     answers = [a.value for a in cluster.run(_two, num_devices=num_devices, seconds=120)]
     alone = _batches(source=Counted(37), epochs=3)
     for step in range(9):
@@ -394,6 +408,10 @@ def test_a29_b01_b05_e02_e05_two_processes_read_their_own_rows_and_fail_together
     assert "process 1 failed with RuntimeError: jdp.Batches could not" in answers[0]["broken"]
     assert answers[0]["broken"].startswith("RuntimeError: jdp.Batches has no batch 1:")
     assert "disk on fire" in answers[1]["broken"]
+    if num_devices == 1:
+        said = "jdp.Batches: process 0 waited 1 s for process 1, which did not answer"
+        assert answers[0]["stuck"].startswith(f"TimeoutError: {said}")
+        assert "process 0 failed with TimeoutError" in answers[1]["stuck"]
 
 
 def test_e02_a_process_reads_the_rows_of_its_own_replicas_only():
