@@ -14,10 +14,12 @@ import glob
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 _ROW_GROUPS_KEPT = 8  # decoded row groups of each process; a group is usually 10-100 MB
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import multiprocessing
-import multiprocessing.connection
 import pickle
 import signal
 import traceback
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 _POLL_SECONDS = 0.2  # how soon a wait sees that its consumer has gone
 _LEAVE_SECONDS = 2.0  # for a worker that was asked to end, before it is killed
@@ -47,6 +47,8 @@ def in_threads(
     if not threads:
         yield from map(read, numbers)
         return
+    from concurrent.futures import ThreadPoolExecutor, wait
+
     pool = ThreadPoolExecutor(threads, thread_name_prefix="jdp.Batches")
     ahead: collections.deque[Future[Any]] = collections.deque()
     left = iter(numbers)
@@ -86,13 +88,13 @@ def in_processes(
         RuntimeError: If a worker died, naming it, its exit code and the batch it owed.
         TypeError: If `read` cannot be sent.
     """
+    from multiprocessing.connection import wait  # not what every `import jdp` should pay
+
     with contextlib.closing(_Workers(read, numbers, workers, threads)) as started:
         for k, number in enumerate(numbers):
             worker = started.running[k % workers]
             # its pipe may outlive it, where a child of its own has inherited it
-            while not multiprocessing.connection.wait(
-                [worker.pipe, worker.process.sentinel], _POLL_SECONDS
-            ):
+            while not wait([worker.pipe, worker.process.sentinel], _POLL_SECONDS):
                 if cancelled():
                     return
             yield _received(worker, number)
@@ -108,6 +110,8 @@ class _Workers:
     """Processes that were started together and end together."""
 
     def __init__(self, read: Any, numbers: range, workers: int, threads: int) -> None:
+        import multiprocessing
+
         self.running: list[_Worker] = []
         payload = _pickled(read)
         context = multiprocessing.get_context("spawn")  # a fork would copy JAX's locked locks
