@@ -66,7 +66,8 @@ class Batches:
     Args:
         source: Anything with a length and an index whose examples are dicts, nested or not, of
             what `np.asarray` takes (a list is one array): a list of dicts, a Hugging Face dataset,
-            a `grain.MapDataset`, `jdp.Columns`, `jdp.TokenFile`, ...
+            a `grain.MapDataset`, `jdp.Columns`, `jdp.TokenFile`, ... Where it has `__getitems__`,
+            the examples of a batch are read together.
         mesh: The mesh of the step.
         batch: Examples B of a global batch, a multiple of replicas * microbatch.
         seed: Of the order and of `random_transform`.

@@ -48,10 +48,17 @@ class Reads(NamedTuple):
             return epoch, positions
         return epoch, shuffled(positions, self.length, seed=self.seed, epoch=epoch)
 
-    def example(self, index: int, epoch: int) -> dict[str, Any]:
+    def _held(self, indices: list[int]) -> Any:
+        """Something to take these examples from: read together where the source can, or itself."""
+        try:
+            return dict(zip(indices, self.source.__getitems__(indices), strict=True))
+        except Exception:  # none, or one of them is broken: reading one by one tells which
+            return self.source
+
+    def example(self, index: int, epoch: int, held: Any) -> dict[str, Any]:
         """One example as it goes into a batch, or an error that names it."""
         try:
-            example = self.source[index]
+            example = held[index]
             if self.transform is not None:
                 example = self.transform(example)
             if self.random_transform is not None:
@@ -71,7 +78,9 @@ class Reads(NamedTuple):
         """All slots of this process, those beyond the end of the epoch 0 with weight 0."""
         epoch, ids = self.rows(step, self.slots)
         # a process without a row in a ragged end still needs the shapes
-        examples = [self.example(int(i), epoch) for i in (ids if len(ids) else [0])]
+        indices = ids.tolist() if len(ids) else [0]
+        held = self._held(indices)
+        examples = [self.example(index, epoch, held) for index in indices]
         host = _stacked("", examples, ids, len(self.slots))
         ones = (np.arange(len(self.slots)) < len(ids)).astype(np.float32)
         return {WEIGHT: ones} | host  # a weight of the example's own is already 0 in padding

@@ -197,6 +197,31 @@ def test_hugging_face_datasets_are_sources():
     assert _epoch(_sent(source), "x").tolist() == [[i, i + 1] for i in range(11)]
 
 
+class Together(list):
+    """Reads several at a time, as Hugging Face datasets do, but for one."""
+
+    broken = None
+
+    def __getitems__(self, indices):
+        if self.broken in indices:
+            raise OSError("one of these")
+        return [{"id": -self[index]["id"]} for index in indices]
+
+    def __getitem__(self, index):
+        if index == self.broken:
+            raise OSError("this one")
+        return super().__getitem__(index)
+
+
+def test_a_source_that_reads_several_at_a_time_is_asked_to():
+    source = Together({"id": i} for i in range(16))
+    assert _epoch(source, "id").tolist() == [-i for i in range(16)]
+    source.broken = 13
+    batches = Batches(source, jdp.make_mesh(), batch=8, seed=0, shuffle=False)
+    with pytest.raises(RuntimeError, match="could not read example 13 in epoch 0: OSError: this"):
+        batches.at(1)
+
+
 def test_a_missing_library_is_named_with_its_install_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").touch()
