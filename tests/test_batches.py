@@ -240,10 +240,19 @@ def test_e03_threads_and_workers_change_nothing():
 
 
 def _wait_until(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_random_transforms_differ_by_example_and_epoch_and_seed():
+    def drawn(seed):
+        batches = _batches(random_transform=noise, shuffle=False, seed=seed)
+        return [np.asarray(batches.at(step)["x"]).ravel() - np.arange(16) for step in (0, 3)]
+
+    found = np.concatenate([*drawn(3), *drawn(4)])
+    assert len(np.unique(found.round(4))) == 4 * 16
 
 
 # The position -------------------------------------------------------------------------------------
@@ -509,6 +518,22 @@ def test_threads_end_when_the_loop_is_left():
     for _ in _batches(threads=2):
         break
     _wait_until(lambda: not any(t.name == "jdp.feed" for t in threading.enumerate()))
+
+
+def test_a_loop_that_is_left_does_not_wait_for_a_slow_reader():
+    gate = threading.Event()
+
+    def slow(example):
+        if example["id"] >= 16:
+            gate.wait(30)
+        return example
+
+    loop = iter(_batches(transform=slow, shuffle=False, threads=1))
+    next(loop)
+    del loop
+    _wait_until(lambda: not any(t.name == "jdp.feed" for t in threading.enumerate()))
+    assert not gate.is_set()
+    gate.set()
 
 
 # The pace -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import concurrent.futures
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -14,9 +15,9 @@ from dying import Read
 from jdp.workers import _as_failure, in_processes, in_threads
 
 
-def _dies(how):
+def _dies(how, path):
     """The error that a worker's death, or its exception, becomes; after the batch before it."""
-    results = in_processes(Read(how), range(3), 1)
+    results = in_processes(Read(how, path), range(3), 1)
     assert next(results)[0] == 0
     if how == "killed_while_sending":
         time.sleep(0.6)  # it stands in the middle of a batch that nobody takes
@@ -26,10 +27,12 @@ def _dies(how):
         return error
 
 
-def test_a_worker_that_dies_is_an_error_that_names_it_and_never_a_hang():
-    codes = {"exits_0": 0, "killed": -9, "killed_while_sending": -9}
+def test_a_worker_that_dies_is_an_error_that_names_it_and_never_a_hang(tmp_path):
+    codes = {"exits_0_before_its_child": 0, "killed": -9, "killed_while_sending": -9}
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        found = {how: pool.submit(_dies, how) for how in (*codes, "raises")}
+        found = {
+            how: pool.submit(_dies, how, str(tmp_path / "child")) for how in (*codes, "raises")
+        }
         found = {how: future.result(100) for how, future in found.items()}
     for how, code in codes.items():
         said = f"was to read batch 1, has died with exit code {code}. Without it examples"
@@ -40,6 +43,7 @@ def test_a_worker_that_dies_is_an_error_that_names_it_and_never_a_hang():
     assert "In worker process 0 of jdp.Batches" in found["raises"].__notes__[0]
     assert "in raises\n" in found["raises"].__notes__[0]  # its traceback
     assert not multiprocessing.active_children()
+    assert not (tmp_path / "child").exists()  # which has the worker's end of the pipe until then
 
 
 class NeedsTwoError(Exception):
@@ -62,6 +66,8 @@ def test_workers_share_out_the_numbers_in_turn_and_end_when_they_are_no_longer_w
     assert len(pids) == 2
     assert first[0][1] == first[2][1] == first[4][1] != os.getpid()
     assert {child.pid for child in multiprocessing.active_children()} == pids
+    os.kill(first[1][1], signal.SIGINT)  # Ctrl-C reaches all of a terminal's processes
+    assert [next(results)[0] for _ in range(5)] == [15, 16, 17, 18, 19]
     results.close()
     assert not multiprocessing.active_children()
     # a stuck one is given up, and killed, when the consumer has gone
