@@ -88,15 +88,14 @@ def in_processes(
         RuntimeError: If a worker died, naming it, its exit code and the batch it owed.
         TypeError: If `read` cannot be sent.
     """
-    from multiprocessing.connection import wait  # not what every `import jdp` should pay
-
     with contextlib.closing(_Workers(read, numbers, workers, threads)) as started:
         for k, number in enumerate(numbers):
             worker = started.running[k % workers]
-            # its pipe may outlive it, where a child of its own has inherited it
-            while not wait([worker.pipe, worker.process.sentinel], _POLL_SECONDS):
+            while not worker.pipe.poll(_POLL_SECONDS):
                 if cancelled():
                     return
+                if worker.process.exitcode is not None:
+                    break  # a child of its own has inherited the pipe, and keeps it open
             yield _received(worker, number)
 
 
@@ -110,7 +109,7 @@ class _Workers:
     """Processes that were started together and end together."""
 
     def __init__(self, read: Any, numbers: range, workers: int, threads: int) -> None:
-        import multiprocessing
+        import multiprocessing  # not what every `import jdp` should pay
 
         self.running: list[_Worker] = []
         payload = _pickled(read)
