@@ -9,8 +9,10 @@ import hypothesis
 import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
+import pyarrow
 import pytest
 from array_record.python import array_record_module
+from pyarrow import parquet
 
 import jdp
 from jdp.batches import Batches
@@ -146,9 +148,6 @@ def test_a_damaged_record_is_named(tmp_path):
 
 
 def test_parquet_rows_in_groups_of_several_files(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    pyarrow = pytest.importorskip("pyarrow")
-
     for part in range(2):
         ids = list(range(part * 7, part * 7 + 7))
         table = pyarrow.table({"id": ids, "x": [[i, i + 0.5] for i in ids], "name": ["a"] * 7})
@@ -163,8 +162,6 @@ def test_parquet_rows_in_groups_of_several_files(tmp_path):
 
 
 def test_parquet_files_that_cannot_be_read(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    pyarrow = pytest.importorskip("pyarrow")
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"id": np.random.default_rng(0).integers(0, 2**31, 1000)})
     parquet.write_table(table, path, row_group_size=100, write_page_checksum=True)
@@ -188,8 +185,8 @@ def test_parquet_files_that_cannot_be_read(tmp_path):
 
 
 def test_hugging_face_datasets_are_sources():
-    datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
-    pyarrow = pytest.importorskip("pyarrow")
+    import datasets  # takes a second
+
     # a fingerprint of our own: dill, which would make one, cannot pickle pyarrow's newest types
     table = pyarrow.table({"id": list(range(11)), "x": [[i, i + 1] for i in range(11)]})
     source = datasets.Dataset(table, fingerprint="ids")
