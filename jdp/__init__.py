@@ -13,7 +13,8 @@ Floors, each importing only from those above it:
 
     mesh, flat, quantize, collectives, nodes, tree, options, processes, balance, prefetch, pace
     dataflow, replica, padded, split, checksum, rows, fragments, remat, lazy, loss, microbatch,
-    unshard, given, grad, packing, data, order
+    unshard, given, grad, order, packing, placement, data, sources, files, packed, shuffle, workers,
+    reads, together, loading, batches
     feedback, compress, power, reduce, hierarchy, noise, backward, accumulate, parts, zero,
     precision, finite, offload, local, local_step, local_state
     state, restage, update, train, evaluate, check, drift, hlo, live, holdings, memory, hardware
@@ -36,6 +37,7 @@ from jdp import collectives, nodes
 from jdp.accumulate import MultiStepsState, drop_window, multi_steps
 from jdp.backward import all_reduce_in_backward, all_reduce_in_order
 from jdp.balance import Balanced, balance, exchange_times, rebalance
+from jdp.batches import Batches
 from jdp.check import check_against_one_device, check_order
 from jdp.collectives import all_gather
 from jdp.compress import random_k, sign, top_k
@@ -43,6 +45,7 @@ from jdp.data import feed
 from jdp.drift import Drift, DriftError, check_replicas
 from jdp.evaluate import eval_step, evaluate
 from jdp.feedback import CompressedState
+from jdp.files import ArrayRecords, Parquet, TokenFile
 from jdp.finite import (
     LossScaleState,
     SkipState,
@@ -54,6 +57,7 @@ from jdp.finite import (
 from jdp.grad import value_and_grad
 from jdp.hierarchy import hierarchical
 from jdp.holdings import Holdings, holdings
+from jdp.loading import Pace
 from jdp.local import diloco, local_sgd
 from jdp.local_state import LocalState
 from jdp.loss import Mean
@@ -67,6 +71,7 @@ from jdp.noise import (
 )
 from jdp.offload import offload
 from jdp.options import known_options, xla_options
+from jdp.packed import Packed
 from jdp.padded import Padded, logical
 from jdp.power import PowerMemory, power_sgd
 from jdp.precision import MasterWeightsState, Precision, compute_in, master_weights
@@ -75,6 +80,8 @@ from jdp.reduce import all_reduce
 from jdp.replica import PerReplica, Reduced
 from jdp.restage import restage
 from jdp.rows import agreed
+from jdp.shuffle import shuffled
+from jdp.sources import Columns
 from jdp.split import Placement, ZeroState
 from jdp.state import TrainState, flush, init_state
 from jdp.train import TrainStep, train_step
@@ -96,7 +103,10 @@ if TYPE_CHECKING:
     from jdp.strategy import Strategy
 
 __all__ = [
+    "ArrayRecords",
     "Balanced",
+    "Batches",
+    "Columns",
     "CompressedState",
     "Contract",
     "ContractError",
@@ -114,7 +124,10 @@ __all__ = [
     "Memory",
     "MultiStepsState",
     "NoiseScaleState",
+    "Pace",
+    "Packed",
     "Padded",
+    "Parquet",
     "PerReplica",
     "Placement",
     "Plan",
@@ -125,6 +138,7 @@ __all__ = [
     "SkipState",
     "Strategy",
     "TensorBoard",
+    "TokenFile",
     "TrainState",
     "TrainStep",
     "ZeroState",
@@ -181,6 +195,7 @@ __all__ = [
     "replicate",
     "restage",
     "run",
+    "shuffled",
     "sign",
     "skip_nonfinite",
     "top_k",

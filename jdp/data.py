@@ -2,7 +2,7 @@
 
     loader -> packing.Packer      every batch in the form of the first; short ones padded, weight 0
            -> _agreed             processes compare the first batch and end on the same step
-           -> _Placement.put      rows to the devices that hold them
+           -> BatchPlacement.put  rows to the devices that hold them
            -> prefetch.run_ahead  a thread stays some batches in front of the step
 
 Row r of the global batch lies on replica r // (B / N), so microbatch j is always rows
@@ -21,15 +21,15 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
-from jdp.mesh import AxisNames, axis_size, data_axes
+from jdp.mesh import AxisNames, data_axes
 from jdp.packing import Packer, describe, first_difference, plan_rows
+from jdp.placement import BatchPlacement
 from jdp.prefetch import Stop, run_ahead
 from jdp.processes import CancelledError, Channel
 
@@ -111,7 +111,7 @@ def feed(
             f"jdp.feed got prefetch={prefetch!r}; it is the number of batches to place in advance, "
             f"0 or more."
         )
-    placement = _Placement.of(mesh, data_axes(mesh, axis))
+    placement = BatchPlacement.of(mesh, data_axes(mesh, axis))
     rows = plan_rows(
         placement.num_replicas, placement.mine, microbatch, shares, str(placement.axes), room
     )
@@ -125,59 +125,12 @@ def feed(
     return run_ahead(placed, prefetch, stop) if prefetch else placed
 
 
-def _placed(local: Generator[Any, None, None], placement: _Placement) -> Generator[Any, None, None]:
+def _placed(
+    local: Generator[Any, None, None], placement: BatchPlacement
+) -> Generator[Any, None, None]:
     with contextlib.closing(local):
         for host in local:
             yield placement.put(host)
-
-
-class _Placement(NamedTuple):
-    """The mesh as this process sees it."""
-
-    sharding: NamedSharding
-    axes: tuple[str, ...]
-    num_replicas: int
-    mine: tuple[int, ...]  # replicas on this process's devices, in mesh order
-    processes: tuple[int, ...]  # all that have a device in the mesh
-
-    @classmethod
-    def of(cls, mesh: Mesh, axes: tuple[str, ...]) -> _Placement:
-        sharding = NamedSharding(mesh, P(axes))
-        number = axis_size(mesh, axes)
-        held: dict[int, set[int]] = {}
-        for device, index in sharding.devices_indices_map((number,)).items():
-            held.setdefault(device.process_index, set()).add(index[0].start or 0)
-        here = {device.process_index for device in sharding.addressable_devices}
-        if not here:
-            raise ValueError(
-                f"jdp.feed: no device of the mesh belongs to process {jax.process_index()}, they "
-                f"are those of {sorted(held)}, so it has nothing to feed. Make the mesh of all "
-                f"devices, or call feed on those processes only."
-            )
-        sizes = [len(replicas) for replicas in held.values()]
-        if sum(sizes) != number or len(set(sizes)) > 1:
-            lie = ", ".join(f"process {p}: {sorted(r)}" for p, r in sorted(held.items()))
-            raise ValueError(
-                f"jdp.feed: the {number} replicas along {axes} lie unevenly on the processes "
-                f"({lie}), so their parts of a batch would overlap or differ in size. Order the "
-                f"mesh so that each process holds as many replicas as any other, and no replica "
-                f"has devices of two processes."
-            )
-        return cls(sharding, axes, number, tuple(sorted(held[here.pop()])), tuple(sorted(held)))
-
-    def put(self, host: Any) -> Any:
-        """Global arrays; `host` has the rows of this process's replicas."""
-        return jax.tree.map(self._put_leaf, host)
-
-    def _put_leaf(self, local: np.ndarray) -> jax.Array:
-        rows = len(local) // len(self.mine)
-
-        def on_device(index: Any) -> np.ndarray:
-            start = self.mine.index((index[0].start or 0) // rows) * rows
-            return local[start : start + rows]
-
-        shape = (rows * self.num_replicas, *local.shape[1:])
-        return jax.make_array_from_callback(shape, self.sharding, on_device, dtype=local.dtype)
 
 
 def _agreed(

@@ -40,11 +40,12 @@ def plan_rows(
     shares: Sequence[int] | None,
     where: str,
     room: int | None = None,
+    who: str = "jdp.feed",
 ) -> Rows:
     """Plans the rows of the replicas `mine`, out of `num_replicas` along the axes `where`."""
-    if microbatch != int(microbatch) or microbatch < 1:
+    if not is_whole(microbatch) or microbatch < 1:
         raise ValueError(
-            f"jdp.feed needs a whole number of examples per microbatch, 1 or more, and got "
+            f"{who} needs a whole number of examples per microbatch, 1 or more, and got "
             f"microbatch={microbatch!r}. Give the microbatch of the step."
         )
     part = f"{len(mine)} of the " if len(mine) < num_replicas else ""
@@ -78,13 +79,19 @@ def plan_rows(
 class Packer:
     """Packs one pass through a loader; the first batch decides the form of all.
 
+    Args:
+        rows: How many a batch has, and where they go.
+        pad: Whether short batches are filled up.
+        who: Packs, for the errors.
+        first: Number of the first batch, for the errors.
+
     Attributes:
         blank: The first batch with every entry 0, "weight" included; `None` before the first.
         padded: Whether short batches are filled up with weight 0, so that `blank` may be fed.
     """
 
-    def __init__(self, rows: Rows, pad: bool) -> None:
-        self._rows, self._pad = rows, pad
+    def __init__(self, rows: Rows, pad: bool, who: str = "jdp.feed", first: int = 0) -> None:
+        self._rows, self._pad, self._who, self._first = rows, pad, who, first
         self._size = 0
         self.blank: Any = None
         self.padded = False
@@ -92,18 +99,18 @@ class Packer:
     def pack(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
         """Yields a host pytree for each batch."""
         iterator = iter(batches)
-        index = 0
+        index = self._first
         while (batch := next(iterator, _END)) is not _END:
-            arrays, count = _read(batch, index)
-            if index == 0:
+            arrays, count = _read(batch, index, self._who)
+            if self.blank is None:
                 # Copied, since looking whether it is the only batch may overwrite it.
                 arrays = jax.tree.map(np.copy, arrays)
                 self.padded = self._pad and isinstance(batch, dict)
                 self._size = self._first_size(count, iterator)
             host = self._fill(arrays, count, index)
-            if index == 0:
+            if self.blank is None:
                 self.blank = jax.tree.map(np.zeros_like, host)
-            _match(self.blank, host, index)
+            _match(self.blank, host, index, self._who)
             yield host
             index += 1
 
@@ -132,7 +139,7 @@ class Packer:
             raise ValueError(_other_size(count, size, index))
         if isinstance(arrays, dict) and (self.padded or WEIGHT in arrays):
             weight = arrays.get(WEIGHT, np.ones(count, np.float32))
-            arrays = {**arrays, WEIGHT: _valid_weight(weight, index)}
+            arrays = {**arrays, WEIGHT: _valid_weight(weight, index, self._who)}
 
         weighted = isinstance(arrays, dict) and WEIGHT in arrays
 
@@ -165,11 +172,11 @@ def _named(path: Any) -> str:
     return jax.tree_util.keystr(path) or "(the batch itself)"
 
 
-def _match(blank: Any, host: Any, index: int) -> None:
+def _match(blank: Any, host: Any, index: int, who: str) -> None:
     if differs := first_difference(describe(blank), describe(host)):
         name, before, now = differs
         raise ValueError(
-            f"jdp.feed: leaf {name} of batch {index} is {now}, but in the first batch it is "
+            f"{who}: leaf {name} of batch {index} is {now}, but in the first batch it is "
             f"{before}. Another structure, shape or dtype would compile the step again. Have the "
             f"loader give every batch the same."
         )
@@ -187,27 +194,27 @@ def _other_size(count: int, size: int, index: int) -> str:
     )
 
 
-def _read(batch: Any, index: int) -> tuple[Any, int]:
+def _read(batch: Any, index: int, who: str) -> tuple[Any, int]:
     """The batch as arrays of the dtypes JAX gives them, not yet copied, and its rows."""
     paths, treedef = jax.tree.flatten_with_path(batch)
-    where = [f"leaf {_named(path)} of batch {index}" for path, _ in paths]
+    where = [f"{who}: leaf {_named(path)} of batch {index}" for path, _ in paths]
     arrays = [_as_array(leaf, name) for (_, leaf), name in zip(paths, where, strict=True)]
     if not arrays:
         raise ValueError(
-            f"jdp.feed: batch {index} is {batch!r} and has no arrays, so there is nothing to "
+            f"{who}: batch {index} is {batch!r} and has no arrays, so there is nothing to "
             f"split. Yield pytrees of arrays [rows, ...]."
         )
     counts = [len(array) for array in arrays]
-    for name, count in zip(where, counts, strict=True):
+    for (path, _), count in zip(paths, counts, strict=True):
         if count != counts[0]:
             raise ValueError(
-                f"jdp.feed: {where[0]} has {counts[0]} rows but {name} has {count}; the leading "
-                f"dim of every leaf counts the same examples. Keep what is not per example out of "
-                f"the batch."
+                f"{where[0]} has {counts[0]} rows but leaf {_named(path)} of batch {index} has "
+                f"{count}; the leading dim of every leaf counts the same examples. Keep what is "
+                f"not per example out of the batch."
             )
     if counts[0] == 0:
         raise ValueError(
-            f"jdp.feed: {where[0]} has 0 rows, and a mean over no examples is not a number. Have "
+            f"{where[0]} has 0 rows, and a mean over no examples is not a number. Have "
             f"the loader skip empty batches."
         )
     cast = [_cast(array, name) for array, name in zip(arrays, where, strict=True)]
@@ -217,7 +224,7 @@ def _read(batch: Any, index: int) -> tuple[Any, int]:
 def _as_array(leaf: Any, where: str) -> np.ndarray:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
-            f"jdp.feed: {where} is a jax.Array spread over processes, so it is placed already. "
+            f"{where} is a jax.Array spread over processes, so it is placed already. "
             f"Give it to the step, or feed host arrays, each process its own rows."
         )
     try:
@@ -228,7 +235,7 @@ def _as_array(leaf: Any, where: str) -> np.ndarray:
         raise TypeError(_no_numbers(leaf, where, f"its dtype is {array.dtype}"))
     if array.ndim == 0:
         raise ValueError(
-            f"jdp.feed: {where} is a scalar, {leaf!r}, with no rows to split over the replicas. "
+            f"{where} is a scalar, {leaf!r}, with no rows to split over the replicas. "
             f"Leaves are [rows, ...]: wrap a list of numbers in np.asarray, and give constants to "
             f"the loss another way."
         )
@@ -237,7 +244,7 @@ def _as_array(leaf: Any, where: str) -> np.ndarray:
 
 def _no_numbers(leaf: Any, where: str, why: str) -> str:
     return (
-        f"jdp.feed: {where} is a {type(leaf).__name__} that JAX cannot hold as an array of numbers "
+        f"{where} is a {type(leaf).__name__} that JAX cannot hold as an array of numbers "
         f"({why}). Encode it as numbers, or take it out of the batch."
     )
 
@@ -252,7 +259,7 @@ def _cast(array: np.ndarray, where: str) -> np.ndarray:
         outside = [int(v) for v in (array.min(), array.max()) if not limit.min <= v <= limit.max]
         if outside:
             raise ValueError(
-                f"jdp.feed: {where} holds {outside[0]}, which does not fit {dtype}, what JAX makes "
+                f"{where} holds {outside[0]}, which does not fit {dtype}, what JAX makes "
                 f"of {array.dtype} unless jax_enable_x64 is set: it would wrap round to another "
                 f"number. Use smaller ids, or enable x64."
             )
@@ -260,13 +267,13 @@ def _cast(array: np.ndarray, where: str) -> np.ndarray:
         return array.astype(dtype)
 
 
-def _valid_weight(weight: Any, index: int) -> np.ndarray:
+def _valid_weight(weight: Any, index: int, who: str) -> np.ndarray:
     weight = np.asarray(weight, np.float32)
     bad = ~(np.isfinite(weight) & (weight >= 0))
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])
         raise ValueError(
-            f"jdp.feed: the weight of batch {index} is {weight[at]} in row {at[0]}. It says how "
+            f"{who}: the weight of batch {index} is {weight[at]} in row {at[0]}. It says how "
             f"much an example counts, so it is finite and at least 0; give 0 to one that shall "
             f"not count."
         )

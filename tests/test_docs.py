@@ -56,3 +56,11 @@ def test_the_guide_to_explaining(tmp_path, monkeypatch):
     names = _run("docs/explain.md")
     assert "Who holds what" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert re.search(r"all-gather .*explain\.md:11\) is inside a loop", names["broken"])
+
+
+def test_the_guide_to_data(tmp_path, monkeypatch):
+    """Its code runs: the run goes on elsewhere, and every example is seen once an epoch."""
+    monkeypatch.chdir(tmp_path)
+    names = _run("docs/data.md")
+    assert names["again"].step == 30
+    assert float(names["metrics"]["loss"]) < np.log(64)
