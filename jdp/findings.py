@@ -134,7 +134,8 @@ def show(findings: Sequence[Finding], width: int = WIDTH) -> str:
     if not findings:
         return fill(
             "Nothing passes its threshold: devices used for less than 80 % of the time, "
-            "communication over 30 %, input or the host over 10 %, a replica 10 % slower than the others.",
+            "communication over 30 %, input or the host over 10 %, a replica 10 % slower than the "
+            "others.",
             width,
         )
     lines = []

@@ -22,7 +22,8 @@ def diagnosed():
         (Finding("input 20 % <of> the step", 8.0, "jdp.feed(prefetch=2)"),),
         (Payoff("bfloat16 wire", "wire_dtype=...", "", True, 40.0, 36.0, 0.1, 8.0, 4.0, 0, "half"),
          Payoff("int8 wire", "jdp.all_reduce(wire_dtype=jnp.int8, error_feedback=True)", "",
-                False, 40.0, 44.0, 0.1, 8.0, 4.0, 4096, "its exchange takes 14 ms, the present one 10")),
+                False, 40.0, 44.0, 0.1, 8.0, 4.0, 4096,
+                "its exchange takes 14 ms, the present one 10")),
         ("a note",),
     )  # fmt: skip
 
