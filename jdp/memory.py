@@ -172,9 +172,7 @@ def _places(compiled: Any, given: Any) -> Any:
     return treedef.unflatten([one or other for one, other in zip(found, own, strict=True)])
 
 
-def _arguments(
-    places: Any, program: Program, state: Any, batch: Any
-) -> tuple[dict[str, int], int]:
+def _arguments(places: Any, program: Program, state: Any, batch: Any) -> tuple[dict[str, int], int]:
     """Bytes of the arguments by part, from their shardings; and those that rest on the host."""
     entry = program.computations[program.entry].instructions
     parameters = [x for x in entry if x.opcode == "parameter"]

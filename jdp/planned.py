@@ -126,10 +126,11 @@ class Plan(NamedTuple):
 
         from jdp import tables
 
-        lines = self.table()
+        # what folds comes last; where memory is from, the marks tell
+        lines = [tuple(line[k] for k in (0, 2, 3, 4, 6, 1)) for line in self.table()]
         code = [Text(f"\n{self.best.code()}")] if self.best else []
         notes = [Text(note, style="dim") for note in self.notes]
-        shown = tables.rich_table(lines[0], lines[1:], numbers=(0, 2, 3, 4), title=self.title)
+        shown = tables.rich_table(lines[0], lines[1:], numbers=(0, 1, 2, 3), title=self.title)
         return Group(shown, *map(Text, self.advice), *notes, *code)
 
     def to_json(self) -> str:
