@@ -4,8 +4,9 @@
     python benchmarks/plan.py choice        # the plan's first against the fastest of all, measured
     python benchmarks/plan.py published     # the ZeRO paper, torchtitan and MaxText: fits or not
 
-memory     A closed form and probes for four devices are set against `memory_analysis` of the whole
-           program for 8 to 32 devices: CPU, TPU v5e and v6e, H100 and H200.
+memory     A closed form and a probe are set against `memory_analysis` of the whole program for 8 to
+           32 devices: CPU, TPU v5e and v6e, H100 and H200. A probe has at most two microbatches on
+           a flat mesh: of all the devices, as `jdp.plan` makes it, or with --few of four.
 choice     Every exact strategy on 8 emulated devices and fewer is run alone; the five fastest and
            the plan's first then take turns. Links and chip are measured on the same devices.
 published  The analytic model of `jdp.split_advice`, on the hardware and settings that the tables
@@ -52,6 +53,7 @@ class Config:
     rounds: int = 15
     models: tuple[str, ...] = ("mlp", "lm", "leaves")
     only: str = ""  # a platform, for the part "memory"
+    few: bool = False  # probe for four devices, for the part "memory"
     quick: bool = False
     json: Path | None = None
 
@@ -107,7 +109,7 @@ def memory(config: Config) -> tuple[list[dict[str, Any]], list[Goal]]:
     rows = []
     for case in CASES[:2] if config.quick else CASES:
         if config.only in case.where:
-            rows.append(_compare(case, config.quick))
+            rows.append(_compare(case, config))
             print(rows[-1], flush=True)
     worst = max(abs(row["error"]) for row in rows)
     within = sum(abs(row["error"]) <= MEMORY_LIMIT for row in rows)
@@ -118,9 +120,9 @@ def memory(config: Config) -> tuple[list[dict[str, Any]], list[Goal]]:
     return rows, goals
 
 
-def _compare(case: Case, quick: bool) -> dict[str, Any]:
+def _compare(case: Case, config: Config) -> dict[str, Any]:
     """Predicted and compiled bytes of one configuration."""
-    model, tx = _model(case.model, quick), optax.adamw(3e-4)
+    model, tx = _model(case.model, config.quick), optax.adamw(3e-4)
     devices = jax.devices() if case.where == "cpu" else targets.target(case.where).devices
     platform, count = devices[0].platform, case.devices or len(devices)
     found = probe.probe(
@@ -132,7 +134,7 @@ def _compare(case: Case, quick: bool) -> dict[str, Any]:
         microbatch=case.rows,
         microbatches=min(case.microbatches, 2),
         remat=case.remat,
-        devices=devices,
+        devices=probe.few_of(devices) if config.few else devices[:count],
     )
     assert found is not None
     predicted = memory_model.predict(

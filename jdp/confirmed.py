@@ -27,7 +27,7 @@ REFUSALS = (ValueError, TypeError, NameError, NotImplementedError)
 def confirmed(
     job: Job,
     rows: Sequence[Row],
-    again: Callable[[Strategy, float], Row],
+    again: Callable[..., Row],
     *,
     most: int,
     allow_lossy: bool,
@@ -41,7 +41,7 @@ def confirmed(
     Args:
         job: What is planned for.
         rows: As predicted, ranked.
-        again: Predicts a strategy with times longer by a factor.
+        again: Predicts a strategy: `again(strategy, factor of its times, fits=None)`.
         most: How many that fit are wanted.
         allow_lossy: Whether the best may round.
         cache: See `jdp.explain`.
@@ -56,7 +56,7 @@ def confirmed(
 
     def confirm(row: Row) -> None:
         say(f"compiling {row.strategy}")
-        done[_name(row.strategy)], more = _confirm(job, row, cache)
+        done[_name(row.strategy)], more = _confirm(job, row, again, cache)
         notes.extend(note for note in more if note not in notes)
 
     for row in wanted[: max(0, 3 * most)]:
@@ -84,7 +84,9 @@ def _near(job: Job, row: Row) -> bool:
     return row.memory < (1.1 if row.source == "probe" else 1.5) * job.chip.memory
 
 
-def _confirm(job: Job, row: Row, cache: Any) -> tuple[Row | Exception, Sequence[str]]:
+def _confirm(
+    job: Job, row: Row, again: Callable[..., Row], cache: Any
+) -> tuple[Row | Exception, Sequence[str]]:
     """The row as compiled, or why it is not; and notes."""
     try:
         report = _report(job, row.strategy, cache)
@@ -94,13 +96,14 @@ def _confirm(job: Job, row: Row, cache: Any) -> tuple[Row | Exception, Sequence[
         return error, [f"{row.strategy} was not compiled: {str(error).splitlines()[0][:200]}"]
     except REFUSALS as error:
         return error, [f"{row.strategy} is left out: {str(error).splitlines()[0][:200]}"]
+    row = row if row.fits else again(row.strategy, 1.0, fits=True)
     return _compiled_row(job, row, report), report.notes
 
 
 def _with_compiled(
     rows: Sequence[Row],
     done: Mapping[Strategy, Row | Exception],
-    again: Callable[[Strategy, float], Row],
+    again: Callable[..., Row],
 ) -> list[Row]:
     """All rows but those refused, those not compiled with times that compare."""
     names = {_name(row.strategy): row for row in rows}
@@ -155,7 +158,7 @@ def _compiled_row(job: Job, row: Row, report: Report) -> Row:
     waits = exposed > 0.3 * report.step_us
     formula = row.bound if row.bound not in ("communication", "latency") else "compute"
     reason = f"compute {microseconds(report.compute_us or 0.0)}, wire {microseconds(sent)}"
-    if sent:
+    if sent - exposed > 0.01 * sent:
         reason += f" ({microseconds(sent - exposed)} of it hidden)"
     return row._replace(
         step_us=report.step_us,

@@ -13,6 +13,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.hlo import HOST_SPACE, Program, leaves, parse
 from jdp.holdings import device_bytes, human, table
@@ -135,8 +136,9 @@ def memory_of(compiled: Any, state: Any, batch: Any) -> Memory:
     """
     program = parse(compiled.as_text())
     stats = compiled.memory_analysis()
-    held, host = _arguments(compiled, program, state, batch)
-    temporaries, largest = _temporaries(compiled, program, state)
+    places = _places(compiled, (state, batch))
+    held, host = _arguments(places, program, state, batch)
+    temporaries, largest = _temporaries(places[0], program, state)
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     arguments, temp = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     return Memory(
@@ -157,9 +159,20 @@ def memory_of(compiled: Any, state: Any, batch: Any) -> Memory:
     )
 
 
-def _arguments(
-    compiled: Any, program: Program, state: Any, batch: Any
-) -> tuple[dict[str, int], int]:
+def _places(compiled: Any, given: Any) -> Any:
+    """The shardings of the arguments; of those that the program does not use, their own.
+
+    Of an unused argument (Adafactor has such) the compiled program has no sharding, but None.
+    """
+    treedef = jax.tree.structure(given)
+    found = treedef.flatten_up_to(compiled.input_shardings[0][: len(given)])
+    used = next(sharding for sharding in found if sharding is not None)
+    whole = NamedSharding(used.mesh, PartitionSpec())
+    own = [getattr(leaf, "sharding", None) or whole for leaf in jax.tree.leaves(given)]
+    return treedef.unflatten([one or other for one, other in zip(found, own, strict=True)])
+
+
+def _arguments(places: Any, program: Program, state: Any, batch: Any) -> tuple[dict[str, int], int]:
     """Bytes of the arguments by part, from their shardings; and those that rest on the host."""
     entry = program.computations[program.entry].instructions
     parameters = [x for x in entry if x.opcode == "parameter"]
@@ -170,9 +183,8 @@ def _arguments(
     }
     held: dict[str, int] = defaultdict(int)
     host = 0
-    places = jax.tree.leaves(compiled.input_shardings[0][:2])
     paths = jax.tree_util.tree_flatten_with_path((state, batch))[0]
-    for (path, leaf), sharding in zip(paths, places, strict=True):
+    for (path, leaf), sharding in zip(paths, jax.tree.leaves(places), strict=True):
         name = ("state", "batch")[path[0].idx] + jax.tree_util.keystr(path[1:])
         size = device_bytes(leaf, sharding)
         if name in hosted:
@@ -184,10 +196,9 @@ def _arguments(
 
 
 def _temporaries(
-    compiled: Any, program: Program, state: Any
+    placed: Any, program: Program, state: Any
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of temporaries by kind: those alive at the peak, and each kind's own most."""
-    placed = compiled.input_shardings[0][0]
     shapes = _parameter_shapes(state, placed)
     platform = next(iter(jax.tree.leaves(placed)[0].device_set)).platform
     counts = main_memory(platform)

@@ -56,6 +56,8 @@ class Row(NamedTuple):
     @property
     def waits(self) -> str:
         """The time that communication is waited for, as the table shows times."""
+        if not self.exposed_us:
+            return "none"
         return ("" if self.timed == "compiled" else "~") + microseconds(self.exposed_us)
 
 
@@ -245,7 +247,7 @@ def advice_on(rows: Sequence[Row], best: Row, devices: int, batch_rows: int) -> 
 def _quicker(exact: Sequence[Row], best: Row) -> list[str]:
     """Why the row that is quickest by the figures is not the one to take."""
     quickest = min(exact, key=lambda row: row.step_us)
-    if quickest.step_us >= best.step_us:
+    if quickest.step_us >= best.step_us or quickest.step == best.step:
         return []
     if alike(best.step_us, quickest.step_us):
         return [

@@ -146,7 +146,7 @@ def plan(
     rows, more = confirmed(
         job,
         rows,
-        lambda s, longer: _row(job, s, known, _scale(job, known), longer),
+        lambda s, longer, fits=None: _row(job, s, known, _scale(job, known), longer, fits),
         most=compile_best,
         allow_lossy=allow_lossy,
         cache=cache,
@@ -244,7 +244,12 @@ def _scale(job: Job, known: Mapping[Any, Guess | Probe]) -> float:
 
 
 def _row(
-    job: Job, s: Strategy, known: Mapping[Any, Guess | Probe], scale: float, longer: float = 1.0
+    job: Job,
+    s: Strategy,
+    known: Mapping[Any, Guess | Probe],
+    scale: float,
+    longer: float = 1.0,
+    fits: bool | None = None,
 ) -> Row:
     """What is to be expected of a strategy, its times longer by a factor."""
     base = known[s.microbatch, s.remat]
@@ -264,7 +269,7 @@ def _row(
     )
     assert isinstance(base, Guess)
     seconds = step_seconds(job.sizes, base, _setting(job, s), scale).times(longer)
-    fits = used.total <= job.chip.memory
+    fits = used.total <= job.chip.memory if fits is None else fits
     return _described(job, s, used, seconds, fits, "probe" if found is not base else "formula")
 
 
@@ -309,7 +314,7 @@ def _described(
             "activations and gradients": used.temporaries,
         }
         largest = max(kinds, key=lambda kind: kinds[kind])
-        reason = f"{human(over)} too much; {largest} take {human(kinds[largest])}"
+        reason = f"{human(over)} too much; {human(kinds[largest])} are {largest}"
         bound = "memory"
     else:
         bound, reason = seconds.bound()

@@ -176,7 +176,8 @@ def plan(found: "Plan") -> "RenderableType":
     """Strategies, best first, and what to write for the best."""
     lines = found.table()
     head = lines[0]
-    kept = [k for k, name in enumerate(head) if name != "why"]  # the best one's is in the advice
+    # why is in the advice, of the best one; where memory is from, the marks tell
+    kept = [k for k, name in enumerate(head) if name not in ("why", "memory from")]
     numbers = [k for k, name in enumerate(head) if name in ("", "memory", "step", "waits")]
     rows = [[line[k] for k in kept] for line in lines[1:]]
     wraps = kept.index(head.index("strategy"))

@@ -67,6 +67,11 @@ def job_of(
             f"jdp knows no figures of {chip or devices[0].device_kind!r}. Give jdp.plan(chip=...) "
             f"a jdp.hardware.Chip, such as CHIPS['h100']; known are {', '.join(CHIPS)}."
         )
+    if not {"bf16", "f32"} <= set(chip.flops):
+        raise ValueError(
+            f"jdp.plan(chip=...) is {chip.name} with flops for {sorted(chip.flops)}; give those of "
+            "'bf16' and 'f32' too."
+        )
     if chip is CHIPS["cpu"]:  # emulated devices share the memory of the machine
         chip = chip._replace(memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         chip = chip._replace(memory=chip.memory // len(devices))

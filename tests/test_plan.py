@@ -1,24 +1,28 @@
 """The planner: memory as compiled, the right choice where it is plain, sentences, bad input."""
 
+import functools
 import importlib.util
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 
 import jdp
-from jdp import targets
+from jdp import confirmed, targets, wanted
 from jdp.hardware import CHIPS, Link
 from jdp.memory import memory_of
 from jdp.memory_model import predict
+from jdp.planned import Row, advice_on, ranked
 from jdp.planning import plan
 from jdp.probe import FEW, few_of, guess, probe, with_stage
 from jdp.sizes import Array, as_shapes, held, sizes_of, with_rows
 from jdp.split_advice import Transformer, describe, memory_of_split, splits
-from jdp.strategy import strategies
+from jdp.strategy import Strategy, strategies
 
 WIDTH = 64
 TX = optax.adam(1e-3)
@@ -58,9 +62,7 @@ def test_what_is_held_is_what_init_state_places(stage, count):
     assert parts["opt_state"] == (held(sizes.opt_state, count, stage=stage) if stage else whole)
 
 
-@pytest.mark.parametrize(
-    ("stage", "microbatches"), [(0, 1), (0, 4), (1, 1), (1, 4), (2, 4), (3, 1), (3, 4)]
-)
+@pytest.mark.parametrize(("stage", "microbatches"), [(0, 4), (1, 1), (2, 4), (3, 1), (3, 4)])
 def test_memory_is_predicted_within_5_percent(stage, microbatches):
     """From a probe on four devices, for eight and more microbatches."""
     params, batch = mlp(layers=6)
@@ -121,29 +123,80 @@ def test_losses_with_keys_state_and_means_are_guessed():
 # --- strategies ---
 
 
-@pytest.mark.parametrize("way", range(12))
-def test_a_strategy_plugs_into_the_builder(way):
-    params, batch = mlp(width=16, layers=1)
-    every = strategies(optax.sgd(0.1), rows=32, devices=8, nodes=2, microbatches=[2])
-    chosen = [s for s in every if s.devices == 8 and s.remat in (False, True)]
-    s = chosen[way * len(chosen) // 12]
+NAMES = {"optimizer": optax.sgd(1.0)}
+
+
+def ways(**given):
+    given = {"nodes": 2, "microbatches": [2], "remats": [False]} | given
+    return [
+        s for s in strategies(NAMES["optimizer"], rows=32, devices=8, **given) if s.devices == 8
+    ]
+
+
+def trained(s, loss_fn, params, batch):
     mesh = s.mesh()
-    step = s.step(loss_fn, mesh)
-    lowered = step.lower(jdp.init_state(as_shapes(params), s.tx, mesh), with_rows(batch, 32))
-    assert lowered is not None
-    assert dict(mesh.shape) == dict(zip(s.axis_names, s.shape, strict=True))
+    state = jdp.init_state(params, s.tx, mesh)
+    return jdp.logical(s.step(loss_fn, mesh)(state, batch)[0].params)
 
 
-def test_the_code_of_a_strategy_makes_it():
-    params, _ = mlp(width=16, layers=1)
-    names = {"jdp": jdp, "optax": optax, "jnp": jnp, "optimizer": TX, "loss_fn": loss_fn}
-    for s in strategies(TX, rows=16, devices=8, nodes=2, microbatches=[2], remats=[False]):
-        made = dict(names)
+def some_ways():
+    """Each stage on each mesh; one computes again, one has a single microbatch."""
+    plain, one, two, three, nodes, within, _, three_within = ways(wires=["exact"])
+    one = one._replace(microbatch=4, microbatches=1)
+    return [plain, one, two._replace(remat=True), three, nodes, within, three_within]
+
+
+@functools.cache
+def one_device():
+    """Parameters, loss and batch, and what one device makes of the parameters with rate 1."""
+    params, _, masked, batch = reference.mlp()
+    batch = {name: rows[32:] for name, rows in batch.items()}
+    gradient = jax.jit(jax.grad(lambda p: reference.loss_value(masked, p, batch)))(params)
+    return params, masked, batch, jax.tree.map(jnp.subtract, params, gradient)
+
+
+@pytest.mark.parametrize("s", some_ways(), ids=str)
+def test_a_strategy_trains_as_one_device_does(s):
+    """The gradient itself, of unequal weights, is what parameters lose."""
+    params, masked, batch, expected = one_device()
+    reference.assert_close(trained(s, masked, params, batch), expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize(("wire", "error"), [("bfloat16", 8 * 2**-9), ("int8", 8 / 127)])
+def test_a_rounding_strategy_trains_nearly_so(wire, error):
+    """Half a step of a replica's own gradient, which weights make up to 8 times the mean."""
+    params, masked, batch, expected = one_device()
+    made = trained(ways(wires=[wire])[0], masked, params, batch)
+    found, change = (jax.tree.map(jnp.subtract, x, params) for x in (made, expected))
+    reference.assert_close(found, change, rtol=error)
+    with pytest.raises(AssertionError, match="off by"):
+        reference.assert_close(found, change, rtol=1e-5)
+
+
+def test_the_code_of_a_strategy_makes_the_same_step():
+    params, batch = mlp(width=16, layers=1)[0], with_rows(jnp.ones((1, 16)), 32)
+    every = ways()
+    for number, s in enumerate(every):
+        made = dict(NAMES, loss_fn=loss_fn)
         exec(s.code(), made)
-        assert dict(made["mesh"].shape) == dict(s.mesh().shape)
-        with jax.set_mesh(made["mesh"]):
+        mesh, step = s.mesh(), s.step(loss_fn)
+        assert made["mesh"] == mesh
+        with jax.set_mesh(mesh):
             state, same = (jax.eval_shape(tx.init, params) for tx in (made["tx"], s.tx))
         assert jax.tree.structure(state) == jax.tree.structure(same)
+        if number % 13 == 2:  # lowering takes a second
+            state = jdp.init_state(as_shapes(params), s.tx, mesh)
+            assert made["step"].lower(state, batch).as_text() == step.lower(state, batch).as_text()
+    made = ways(wires=["exact"], remats=["dots_saveable"], microbatches=[4])[0]
+    assert "(loss_fn, tx, mesh, microbatch=4, remat='dots_saveable')" in made.code()
+
+
+def test_an_offloading_strategy_is_code_too():
+    s = ways(offloads=[True])[1]
+    made = dict(NAMES, loss_fn=loss_fn)
+    exec(s.code(), made)
+    assert "jdp.offload(jdp.zero1(optimizer))" in s.code()
+    assert callable(made["step"])
 
 
 def test_every_kind_is_enumerated():
@@ -158,6 +211,12 @@ def test_every_kind_is_enumerated():
     assert {s.devices for s in fewer} == {1, 2, 4, 8}
     assert {(s.stage, s.wire) for s in fewer} == {(0, "exact")}
     assert all(s.microbatch * s.microbatches * s.devices == 64 for s in every)
+
+
+def test_the_most_devices_that_divide_the_batch_are_tried_every_way():
+    every = list(strategies(TX, rows=12, devices=8))
+    assert {s.stage for s in every if s.devices == 4} == {0, 1, 2, 3}
+    assert {s.devices for s in every} == {1, 2, 4}
 
 
 # --- the choice ---
@@ -186,6 +245,190 @@ def test_measured_links_override_the_table():
     assert quick.best.devices == 8
     assert slowed.best.devices == 1
     assert planned(chip=chip, links={"inner": slow}).best == slowed.best
+
+
+def row_of(step_us, memory=1, fits=True, timed="compiled", exposed_us=0.0, **changes):
+    """A row of a plan, of plain data parallelism but for what is changed."""
+    plain = Strategy(0, ("data",), (8,), None, 4, 1, False, "exact", False, None)
+    s = plain._replace(**changes)
+    return Row(s, memory, fits, step_us, exposed_us, "compute", "why", timed, timed)
+
+
+@pytest.mark.parametrize(
+    "complication",
+    [
+        {"remat": True},
+        {"remat": "dots_saveable"},
+        {"stage": 1},
+        {"wire": "bfloat16"},
+        {"offloaded": True},
+        {"microbatch": 2, "microbatches": 2},
+        {"axis_names": ("node", "device"), "shape": (2, 4)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("step_us", [20.0, 20_000.0])
+def test_of_times_that_are_alike_the_plainest_is_first(complication, step_us):
+    less = {20.0: 4.0, 20_000.0: 900.0}[step_us]  # under 5 us, under 5 %
+    plain, other = row_of(step_us), row_of(step_us - less, **complication)
+    assert ranked([other, plain]) == ranked([plain, other]) == [plain, other]
+    clearly = other._replace(step_us=step_us - 2 * less)
+    assert ranked([plain, clearly]) == [clearly, plain]
+
+
+def test_rows_are_alike_with_the_quickest_not_with_a_neighbour():
+    rows = [row_of(1000.0 + us, remat=us < 80) for us in (0, 40, 80, 120)]
+    assert [row.step_us for row in ranked(rows)] == [1000, 1040, 1080, 1120]
+    few = [row_of(100.0, shape=(8,)), row_of(100.0, shape=(2,)), row_of(101.0, shape=(1,))]
+    assert [row.strategy.devices for row in ranked(few)] == [1, 2, 8]
+
+
+def test_the_advice_says_why_a_quicker_row_is_not_taken():
+    plain, other = row_of(10.0), row_of(6.0, remat=True)
+    said = advice_on(ranked([other, plain]), plain, 8, 32)
+    assert any("less than such figures can tell (5%, or 5 µs)" in x and "6 µs" in x for x in said)
+    model = row_of(50.0, stage=2, timed="formula")
+    said = advice_on([row_of(100.0), model], row_of(100.0), 8, 32)
+    assert any("~50 µs by formula instead of 100 µs; it was not compiled" in x for x in said)
+
+
+@pytest.mark.parametrize("given", [{}, {"compile_best": 1, "cache": False}, {"global_batch": 12}])
+def test_every_figure_of_the_advice_stands_in_the_table(given):
+    found = planned(wires=("exact", "power_sgd"), remats=(False, True), **given)
+    assert any("slower than 1" in said for said in found.advice)
+    cells = {cell for line in found.table() for cell in line}
+    for said in found.advice[1:]:
+        for figure in re.findall(r"takes (~?[\d.]+ [µm]?s)|on 1 (~?[\d.]+ [µm]?s)", said):
+            assert set(figure) - {""} <= cells
+    assert len(found.table()) < len(found.rows)
+
+
+def test_what_is_modelled_is_marked():
+    found = planned(compile_best=1, probes=1, cache=False)
+    head, *lines = found.table(most=len(found.rows))
+    place = {name: head.index(name) for name in ("memory", "step", "memory from")}
+    for row, line in zip(found.rows, lines, strict=True):
+        assert line[place["memory from"]] == row.source
+        assert line[place["memory"]].startswith("~") == (row.source != "compiled")
+        assert line[place["step"]].startswith("~")  # the compiler for CPUs models no times
+    assert {row.source for row in found.rows} == {"compiled", "probe", "formula"}
+    assert "~ is modelled" in str(found)
+    marked = row_of(5.0, timed="compiled", exposed_us=2.0)
+    assert (marked.step, marked.waits) == ("5 µs", "2 µs")
+
+
+def test_rows_that_are_not_compiled_say_what_their_times_consist_of(monkeypatch):
+    """Their times are stretched as compiled ones came out; the words go with the figures."""
+    compiled = confirmed._compiled_row
+
+    def slower(job, row, report):
+        return compiled(job, row, report)._replace(step_us=10 * row.step_us, timed="compiled")
+
+    monkeypatch.setattr(confirmed, "_compiled_row", slower)
+    plain, slow = planned(), planned(compile_best=1, cache=False)
+    by_name = {str(row.strategy): row for row in plain.rows}
+    row = next(row for row in slow.rows if row.source != "compiled")
+    assert row.step_us == pytest.approx(10 * by_name[str(row.strategy)].step_us)
+    assert row.reason != by_name[str(row.strategy)].reason
+    assert {r.strategy.devices for r in slow.rows if r.source == "compiled"} == {1, 8}
+
+
+def test_rounded_gradients_alone_are_said_to_be_so():
+    found = planned(wires=["bfloat16"])
+    assert found.best is None
+    assert found.advice[0].startswith("Of what was tried only rounded gradients fit")
+
+
+def test_a_batch_that_divides_among_some_devices():
+    found = planned(global_batch=12, chip=CHIPS["h100"]._replace(flops={"bf16": 1e7, "f32": 1e7}))
+    assert found.best.devices == 4
+    assert any("12 rows divide among 4 of the 8 devices only" in x for x in found.advice)
+    assert any("such as 16" in x for x in found.advice)
+
+
+def test_a_loss_that_does_not_take_every_number_of_rows():
+    def pairs(params, batch):
+        return loss_fn(params, batch.reshape(batch.shape[0] // 2, 2, WIDTH).mean(1))
+
+    params, batch = mlp()
+    found = plan(pairs, params, batch, TX, compile_best=0, probes=0)
+    assert {row.strategy.microbatch % 2 for row in found.rows} == {0}
+    assert any("Microbatches of 1 row are left out" in note for note in found.notes)
+
+
+def test_a_loss_that_names_the_flat_axis_is_planned_on_flat_meshes(monkeypatch):
+    def gathers(params, batch):
+        return loss_fn(params, batch) + 0 * jnp.mean(jdp.all_gather(batch, "data"))
+
+    monkeypatch.setattr(wanted, "_nodes", lambda there, devices: (2, 4))
+    params, batch = mlp()
+    found = plan(gathers, params, batch, TX, compile_best=0, probes=0, remats=(False,))
+    assert {row.strategy.axis_names for row in found.rows} == {("data",)}
+    assert any("the loss names the axis 'data'" in note for note in found.notes)
+    assert any(len(row.strategy.shape) == 2 for row in planned().rows)
+
+
+def test_keys_and_model_state_may_be_shapes():
+    def full(params, batch, key, model_state):
+        noise = jax.random.normal(key, batch.shape)
+        return loss_fn(params, batch + noise), {"n": jnp.mean(batch)}, {"n": model_state["n"] + 1}
+
+    params, batch = mlp()
+    given = {"key": jax.random.key(0), "model_state": {"n": jnp.zeros(())}}
+    arrays, shapes = (
+        plan(full, params, batch, TX, probes=0, compile_best=0, remats=(False,), **x)
+        for x in (given, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given))
+    )
+    assert [row.memory for row in arrays.rows] == [row.memory for row in shapes.rows]
+    given |= {"probes": 0, "compile_best": 1, "cache": False, "microbatches": [32]}
+    compiled = plan(full, params, batch, TX, remats=(False,), **given)
+    assert compiled.rows[0].source == "compiled"
+    assert compiled.rows[0].memory == pytest.approx(arrays.rows[0].memory, rel=0.05)
+
+
+def test_an_optimizer_with_state_that_is_never_used():
+    """Adafactor keeps arrays of one element in place of factors; programs leave them out."""
+    params, batch = mlp()
+    tx, given = optax.adafactor(1e-3, min_dim_size_to_factor=8), {"microbatches": [4]}
+    given |= {"compile_best": 1, "probes": 0, "remats": (False,), "wires": ("exact",)}
+    found = plan(loss_fn, params, batch, tx, cache=False, **given)
+    assert found.rows[0].source == "compiled"
+    assert not any("left out" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_optimizers_for_some_parameters_are_planned(masked):
+    params, batch = mlp()
+    split = [{"w": "adam", "b": "sgd"}] * 3
+    parts = {"adam": TX, "sgd": optax.sgd(0.1)}
+    tx = optax.masked(TX, [{"w": True, "b": False}] * 3)
+    tx = tx if masked else optax.multi_transform(parts, split)
+    found = plan(loss_fn, params, batch, tx, compile_best=0, probes=0, remats=(False,))
+    sizes = sizes_of(as_shapes(params), tx, batch)
+    assert found.best is not None
+    assert sum(x.bytes for x in sizes.opt_state) == 3 * 2 * 4 * WIDTH**2 + 4
+
+
+def test_a_strategy_that_the_chain_refuses_is_left_out(monkeypatch):
+    report = confirmed._report
+
+    def refuse(job, s, cache):
+        if s.devices == 1:
+            raise ValueError("an optimizer of mine wants two devices")
+        return report(job, s, cache)
+
+    monkeypatch.setattr(confirmed, "_report", refuse)
+    found = planned(compile_best=1, cache=False, microbatches=[4, 32])
+    assert found.best.devices > 1
+    assert any("wants two devices" in note for note in found.notes)
+
+
+def test_what_a_formula_rules_out_by_a_little_is_compiled():
+    given = {"chip": CHIPS["cpu"]._replace(memory=100_000), "microbatches": [4]}
+    assert planned(**given).best is None
+    found = planned(**given, compile_best=1, cache=False)
+    assert (found.best.stage, found.rows[0].source) == (1, "compiled")
+    assert found.rows[0].memory <= 100_000
 
 
 def test_what_does_not_fit_is_last_and_says_why():
@@ -314,7 +557,7 @@ def test_a_tx_that_communicates_already(tx):
 
 def test_a_tx_that_communicates_over_the_mesh_that_is_set():
     params, batch = mlp()
-    with jax.set_mesh(jdp.make_mesh()), pytest.raises(ValueError, match=r"it is a jdp.zero2"):
+    with jax.set_mesh(jdp.make_mesh()), pytest.raises(ValueError, match=r"it holds a jdp.zero2"):
         plan(loss_fn, params, batch, jdp.zero2(TX))
 
 
@@ -322,6 +565,97 @@ def test_a_tx_that_is_none():
     params, batch = mlp()
     with pytest.raises(TypeError, match=r"given a str as tx.*optax.adamw"):
         plan(loss_fn, params, batch, "adam")
+
+
+def test_a_tx_for_other_params_is_not_said_to_communicate():
+    params, batch = mlp()
+    tx = optax.multi_transform({"a": TX}, [{"w": "a", "b": "b"}] * 3)
+    with pytest.raises(ValueError, match="cannot be used with these params: Some parameters"):
+        plan(loss_fn, params, batch, tx)
+
+
+def test_a_tx_that_accumulates_over_calls():
+    params, batch = mlp()
+    with pytest.raises(ValueError, match=r"jdp.multi_steps\(found.best.tx, every=...\)"):
+        plan(loss_fn, params, batch, jdp.multi_steps(TX, every=2))
+
+
+def test_a_tx_that_communicates_for_some_parameters():
+    params, batch = mlp()
+    parts = {"a": optax.chain(jdp.all_reduce(), TX), "b": optax.sgd(0.1)}
+    with pytest.raises(ValueError, match=r"communicates already: it holds jdp.all_reduce"):
+        plan(loss_fn, params, batch, optax.multi_transform(parts, [{"w": "a", "b": "b"}] * 3))
+
+
+def test_params_of_16_bits_without_master_weights():
+    params, batch = mlp()
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    with pytest.raises(ValueError, match=r"dtype bfloat16.*jdp.master_weights"):
+        plan(loss_fn, params, batch, TX)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (jnp.ones(()), "is a scalar; every leaf needs a leading dim"),
+        ({}, "no arrays in it"),
+        (jnp.ones((0, WIDTH)), "0 rows"),
+        ({"x": jnp.ones((32, WIDTH)), "y": jnp.ones(5)}, r"32 and 5 rows"),
+    ],
+    ids=["scalar", "empty", "no rows", "ragged"],
+)
+def test_batches_that_are_none(batch, said):
+    with pytest.raises(ValueError, match=said):
+        planned(batch=batch)
+
+
+@pytest.mark.parametrize("rows", [0, -8, 8.0, True, "8"])
+def test_a_global_batch_that_is_no_number(rows):
+    with pytest.raises(ValueError, match=r"global_batch=.*whole number of at least 1"):
+        planned(global_batch=rows)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"microbatches": [3]}, ValueError, r"None of microbatches=\[3\] divides .* 4 on 8"),
+        ({"microbatches": [0]}, ValueError, "holds 0; a microbatch is a whole number"),
+        ({"microbatches": 4}, TypeError, r"give a sequence .*microbatches=\[1, 4\]"),
+        ({"remats": []}, TypeError, r"give a sequence .*remats=\[False, True\]"),
+        ({"remats": ["dots"]}, ValueError, "no rematerialisation policy"),
+        ({"remats": [jax.checkpoint_policies.dots_saveable]}, TypeError, "names of policies"),
+        ({"wires": "bfloat16"}, TypeError, "give a sequence"),
+        ({"wires": ["fp8"]}, ValueError, "'fp8'; what jdp.plan can try is exact, bfloat16"),
+        ({"key": 0}, TypeError, r"key=0, which is no random key"),
+        ({"key": jax.random.key(0)}, TypeError, r"would call loss_fn\(params, batch, key\)"),
+        ({"model_state": {}}, TypeError, r"batch, model_state=...\), but it takes"),
+        ({"chip": "h100"}, ValueError, r"no figures of 'h100'.*CHIPS\['h100'\]"),
+        ({"chip": CHIPS["h100"]._replace(flops={})}, ValueError, "those of 'bf16' and 'f32'"),
+        ({"links": {"inner": 5}}, ValueError, "'inner' is 5. Give a jdp.hardware.Link"),
+        ({"links": Link(0.0, 0.0, "")}, ValueError, "more than 0 bytes a second"),
+    ],
+    ids=str,
+)
+def test_arguments_that_are_wrong(given, error, said):
+    with pytest.raises(error, match=said):
+        planned(**given)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda p, b: jnp.mean(b, axis=1) * p[0]["b"][0], r"has the shape \(32,\)"),
+        (lambda p, b: jnp.int32(1), "dtype int32"),
+        (lambda p, b: (loss_fn(p, b), {"rows": b}), r"metric \['rows'\] has the shape"),
+        (lambda p, b: jnp.mean(jdp.all_gather(b, "model")), "names a mesh axis that jdp.plan has"),
+        (None, "NoneType as loss_fn"),
+    ],
+    ids=["vector", "integer", "aux", "axis", "none"],
+)
+def test_losses_that_are_none(wrong, said):
+    params, batch = mlp()
+    with pytest.raises((ValueError, TypeError), match=said):
+        plan(wrong, params, batch, TX, compile_best=0, probes=0)
 
 
 def test_links_that_are_none():
