@@ -307,7 +307,7 @@ def _is_own(row: Sent) -> bool:
 
 def _in_loop(facts: Facts, kind: str, where: str, rows: Sequence[Sent]) -> Finding:
     once = sum((row.us or 0.0) / 1e3 * (1 - 1 / row.times) for row in rows)
-    several = f"{len(rows)} times {kind}" if len(rows) > 1 else kind
+    several = f"{len(rows)} {kind}s" if len(rows) > 1 else kind
     return Finding(
         f"{several} of {human(sum(row.bytes for row in rows))} in a loop, {rows[0].times} times a "
         "step" + (f", from {where}" if where else ""),

@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jdp.accumulate import multi_steps
 from jdp.chain import Parts, parts
 from jdp.costs import collective_seconds
 from jdp.hardware import Link
@@ -65,6 +66,7 @@ class Facts(NamedTuple):
     again: int = 1  # exchanges of gradients in a step
     doubt: float = 0.0  # what timings are off by, relative to themselves
     off: float = 0.0  # what exposed communication is off by, likewise
+    accumulated: Callable[[int], float] | None = None  # work of a batch, accumulating so many
     idle: float = 0.0  # of a step, devices wait for their host or input
 
 
@@ -82,6 +84,9 @@ def here(
     seconds = _model(replicas, inner, outer, nodes)
     collectives = walk(step.lower(state, batch).compile().as_text(), mesh).collectives
     sizes, sent = _sizes(state), sum(row.wire_bytes for row in collectives)
+    optimizer = off = 0.0
+    if asked.every == 1 and not asked.local:  # else no update could be run alone
+        optimizer, off = _update_seconds(step.recipe.tx, state, mesh)
     scatters = [row.times for row in collectives if row.kind in ("reduce-scatter", "all-to-all")]
     facts = Facts(
         replicas,
@@ -90,8 +95,7 @@ def here(
         exposed,
         sum(row.times * seconds(row.kind, row.bytes) for row in collectives),
         sent,
-        # what accumulates or takes local steps has no update that could be run alone
-        0.0 if asked.every > 1 or asked.local else _update_seconds(step, state),
+        min(optimizer, max(0.0, step_seconds - exposed)),
         *sizes,
         _stage(state),
         seconds,
@@ -99,22 +103,28 @@ def here(
         parts=asked,
         every=asked.every,
         again=max(scatters, default=1),
-        doubt=_DOUBT_ON_SHARED_CORES if shares_cores(mesh) else _DOUBT,
+        doubt=max(min(off, 1.0), _DOUBT_ON_SHARED_CORES if shares_cores(mesh) else _DOUBT),
+        accumulated=functools.partial(_accumulated_seconds, step, state) if optimizer else None,
     )
     if not timed or asked.local:
         return facts
     alone = functools.partial(_alone_seconds, state=state, mesh=mesh)
-    now = _exchange(asked, facts.stage)
+    now = exchange(asked, facts.stage)
     return facts._replace(alone=alone, now_alone=None if now is None else alone(now))
 
 
-def _exchange(asked: Parts, stage: int) -> Any:
+def exchange(asked: Parts, stage: int) -> Any:
     """The step's own exchange of gradients alone; `None` if it is not known."""
     if not stage:
         return asked.reduces
+    scatters = scattering(asked, asked.wire_dtype)
+    return scatters if asked.reduces is None else optax.chain(asked.reduces, scatters)
+
+
+def scattering(asked: Parts, wire_dtype: Any) -> Any:
+    """The exchange of a ZeRO stage, around the simplest of optimizers."""
     axis = None if asked.zero is None else asked.zero.axis
-    scattered = zero1(optax.scale(-1.0), axis, wire_dtype=asked.wire_dtype)
-    return scattered if asked.reduces is None else optax.chain(asked.reduces, scattered)
+    return zero1(optax.scale(-1.0), axis, wire_dtype=wire_dtype)
 
 
 def shares_cores(mesh: Mesh) -> bool:
@@ -154,6 +164,9 @@ def on_target(
         parts=asked,
         every=asked.every,
     )
+    # reading and writing what is summed up, and the gradients
+    batch_s = 3 * sizes[0] / there.chip.memory_bytes_per_s
+    facts = facts._replace(accumulated=lambda every: batch_s + facts.optimizer / every)
     return facts, mesh, there.chip.memory_bytes_per_s
 
 
@@ -219,9 +232,7 @@ def _sizes(state: Any) -> tuple[int, int, int]:
         return sum(math.prod(x.shape) * (each or x.dtype.itemsize) for x in leaves)
 
     params, staged = logical(state.params), find_placement(state.opt_state) is not None
-    opt_state = jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, PerReplica))
-    shared = [x for x in opt_state if not isinstance(x, PerReplica)]
-    return size(params, 4), size(params), size(shared, whole=not staged)
+    return size(params, 4), size(params), size(state.opt_state, whole=not staged)
 
 
 def _traffic(sizes: tuple[int, int, int], placement: Any, replicas: int) -> float:
@@ -241,40 +252,57 @@ def memory_rate_of(mesh: Mesh) -> float:
     count = 2**21
     placed = NamedSharding(mesh, P(mesh.axis_names))
     x = jax.jit(lambda: jnp.zeros(count * mesh.size), out_shardings=placed)()
-    return 8 * count / _timed(jax.jit(lambda x: x * 2 + 1), x)
+    return 8 * count / _timed(jax.jit(lambda x: x * 2 + 1), x)[0]
 
 
-def _timed(run: Callable[..., Any], *arguments: Any) -> float:
+def _timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
+    """Median seconds of a call, and half of what calls differ by, relative to it."""
     found = []
     for _ in range(6):
         start = time.perf_counter()
         jax.block_until_ready(run(*arguments))
         found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
+    middle = statistics.median(found[1:])
+    return middle, (max(found[1:]) - min(found[1:])) / 2 / middle
 
 
-def _update_seconds(step: TrainStep, state: Any) -> float:
-    """Seconds of the step's own update without communication, timed where that is simple."""
-    placement, mesh = find_placement(state.opt_state), step.mesh
-    if placement is None:
-        lowered, shapes = reduction(step.recipe.tx, state, mesh, applied=True)
-        run, (grads, opt_state, params) = silence_program(lowered).run, _zeros(shapes)
-        held = [opt_state, params]  # consumed and made anew, as in the step
+def _update_seconds(
+    tx: Any, state: Any, mesh: Mesh, *, calls: int = 1, own: bool = True
+) -> tuple[float, float]:
+    """Seconds of an update without communication, the mean of some calls, and what they differ by.
 
-        def once() -> Any:
+    It is the step's own, or that of another transformation.
+    """
+    placement = find_placement(state.opt_state)
+    if placement is not None:
+        # ZeRO's gradients may be reduced already, in ways that only its step knows
+        traffic = _traffic(_sizes(state), placement, axis_size(mesh, data_axes(mesh)))
+        return traffic / memory_rate_of(mesh), 0.0
+    lowered, shapes = reduction(tx, state, mesh, applied=True, own=own)
+    run, (grads, opt_state, params) = silence_program(lowered).run, _zeros(shapes)
+    held = [opt_state, params]  # consumed and made anew, as in the step
+
+    def once() -> Any:
+        for _ in range(calls):
             held[1], held[0] = run(grads, *held)
-            return held
+        return held
 
-        return _timed(once)
-    # ZeRO's gradients may be reduced already, in ways that only its step knows
-    replicas = axis_size(mesh, data_axes(mesh))
-    return _traffic(_sizes(state), placement, replicas) / memory_rate_of(mesh)
+    seconds, off = _timed(once)
+    return seconds / calls, off
 
 
-def reduction(tx: Any, state: Any, mesh: Mesh, *, applied: bool = False) -> tuple[Any, Any]:
+def _accumulated_seconds(step: TrainStep, state: Any, every: int) -> float:
+    """Seconds for each batch of accumulating and, every few batches, updating."""
+    tx = multi_steps(step.recipe.tx, every)
+    return _update_seconds(tx, state, step.mesh, calls=every, own=False)[0]
+
+
+def reduction(
+    tx: Any, state: Any, mesh: Mesh, *, applied: bool = False, own: bool = True
+) -> tuple[Any, Any]:
     """The program of a reduction alone, lowered, and the shapes that it is given.
 
-    Or of a whole transformation on the state's own optimizer state, its updates applied.
+    Or of a whole transformation, its updates applied, on the state's own optimizer state or not.
     """
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -294,7 +322,7 @@ def reduction(tx: Any, state: Any, mesh: Mesh, *, applied: bool = False) -> tupl
         return (optax.apply_updates(params, updates) if applied else updates), opt_state
 
     grads = jax.tree.map(gradient, params)
-    source = state if applied else init_state(params, tx, mesh)
+    source = state if applied and own else init_state(params, tx, mesh)
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)  # noqa: E731
     given = jax.tree.map(shape, (grads, source.opt_state, source.params))
     return jax.jit(program, donate_argnums=(1, 2) if applied else ()).lower(*given), given
@@ -303,13 +331,13 @@ def reduction(tx: Any, state: Any, mesh: Mesh, *, applied: bool = False) -> tupl
 def silent_seconds(tx: Any, state: Any, mesh: Mesh) -> float:
     """Seconds of a reduction that sends nothing: of its encoding."""
     lowered, shapes = reduction(tx, state, mesh)
-    return _timed(silence_program(lowered).run, *_zeros(shapes))
+    return _timed(silence_program(lowered).run, *_zeros(shapes))[0]
 
 
 def _alone_seconds(tx: Any, state: Any, mesh: Mesh) -> float:
     """Seconds of a reduction run alone, encoding and all."""
     lowered, shapes = reduction(tx, state, mesh)
-    return _timed(lowered.compile(), *_zeros(shapes))
+    return _timed(lowered.compile(), *_zeros(shapes))[0]
 
 
 def _zeros(shapes: Any) -> Any:

@@ -24,11 +24,18 @@ from jdp.chain import wire_code
 from jdp.hardware import Link
 from jdp.links import Links
 from jdp.payoff import LEAST, Change, Payoff, ms, predicted, refused, show
-from jdp.payoff_facts import Facts, here, on_target, reduction, silent_seconds
+from jdp.payoff_facts import (
+    Facts,
+    exchange,
+    here,
+    on_target,
+    reduction,
+    scattering,
+    silent_seconds,
+)
 from jdp.power import power_sgd
 from jdp.reduce import all_reduce
 from jdp.train import TrainStep
-from jdp.zero import zero1
 
 __all__ = ["Payoff", "pays", "show"]
 
@@ -261,19 +268,9 @@ def _as_timed(facts: Facts, alone: float) -> Change:
     return Change(saved)
 
 
-def _simplest(facts: Facts, wire_dtype: Any) -> optax.GradientTransformation:
-    """The exchange of a stage, around the simplest of optimizers."""
-    axis = None if facts.parts.zero is None else facts.parts.zero.axis
-    return zero1(optax.scale(-1.0), axis, wire_dtype=wire_dtype)
-
-
 def _present(facts: Facts) -> optax.GradientTransformation:
     """The exchange of the step, as far as it is known."""
-    reduces = facts.parts.reduces or all_reduce()
-    if not facts.stage:
-        return reduces
-    scattered = _simplest(facts, facts.parts.wire_dtype)
-    return scattered if facts.parts.reduces is None else optax.chain(reduces, scattered)
+    return exchange(facts.parts, facts.stage) or all_reduce()
 
 
 def _transform(facts: Facts, what: str) -> optax.GradientTransformation:
@@ -281,8 +278,8 @@ def _transform(facts: Facts, what: str) -> optax.GradientTransformation:
     if not facts.stage:
         return _TRANSFORMS[what]()
     if what in _WIRES:
-        return _simplest(facts, _WIRES[what])
-    return optax.chain(_TRANSFORMS[what](), _simplest(facts, None))
+        return scattering(facts.parts, _WIRES[what])
+    return optax.chain(_TRANSFORMS[what](), scattering(facts.parts, None))
 
 
 def _stages(facts: Facts, state: Any, mesh: Mesh) -> list[Payoff]:
@@ -316,10 +313,10 @@ def _scattered(
     facts: Facts, state: Any, mesh: Mesh, behind: bool
 ) -> tuple[Change, float, float, float]:
     """What zero1 changes, bytes it sends, and seconds and bytes of gathering once more."""
-    exchange = _simplest(facts, facts.parts.wire_dtype)
+    scatters = scattering(facts.parts, facts.parts.wire_dtype)
     if behind and facts.parts.reduces is not None:
-        exchange = optax.chain(facts.parts.reduces, exchange)
-    found = sends(reduction(exchange, state, mesh)[0])
+        scatters = optax.chain(facts.parts.reduces, scatters)
+    found = sends(reduction(scatters, state, mesh)[0])
     gathers = [one for one in found if one[0] == "all-gather"]
     gather = sum(facts.seconds(*one) for one in gathers)
     more = _bytes(gathers, facts.replicas)
@@ -331,7 +328,7 @@ def _scattered(
     saved = Change(facts.exposed - _exposed(facts, modelled))
     again = _exposed(facts, gather)
     if facts.alone is not None and facts.now_alone is not None:
-        alone = facts.alone(exchange)
+        alone = facts.alone(scatters)
         saved, again = _as_timed(facts, alone), alone * gather / modelled if modelled else 0.0
     # parameters are updated whole on each device; what is read and written besides is shared
     besides = facts.grads + 2 * facts.opt_state
@@ -367,11 +364,18 @@ def _accumulating(facts: Facts) -> Payoff:
     code = (f"jdp.multi_steps(tx, every={every})", "tx")
     if facts.every > 1:
         code = (f"jdp.multi_steps(inner, every={every})", f"every={facts.every}")
-    spared = Change(facts.exposed * (1 - 1 / fewer), facts.optimizer * (1 - 1 / fewer))
-    why = f"a batch, with updates from {every} batches"
-    if spared.gain < LEAST * facts.step:
-        why = f"no more than {ms(1e3 * spared.gain)} a batch are to be gained"
-    return predicted(facts, "accumulation", code, spared, facts.sent / fewer, why=why)
+    share, why = 1 - 1 / fewer, f"a batch, with updates from {every} batches"
+    most = share * (facts.exposed + facts.optimizer)
+    change = Change(share * facts.exposed, share * facts.optimizer)
+    if most * (1 + facts.off) < LEAST * facts.step:
+        why = f"no more than {ms(1e3 * most)} a batch are to be gained"
+    elif facts.accumulated is not None and facts.every == 1:
+        then = facts.accumulated(every)
+        change = Change(share * facts.exposed, facts.optimizer, then)
+        if change.gain < LEAST * facts.step:
+            why = f"summing up and updating take {ms(1e3 * then)}, where updating takes "
+            why += ms(1e3 * facts.optimizer)
+    return predicted(facts, "accumulation", code, change, facts.sent / fewer, why=why)
 
 
 def _fewer_rounds(facts: Facts) -> Payoff:

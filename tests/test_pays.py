@@ -133,7 +133,7 @@ def test_what_zero_sends_for_each_microbatch_is_not_taken_for_the_losss():
 def test_collectives_of_one_line_in_a_loop_are_one_finding():
     rows = [SENT._replace(source="model.py:3"), SENT._replace(source="model.py:3")]
     (finding,) = find(CALM._replace(collectives=(*rows,)))
-    assert finding.what.startswith("2 times reduce-scatter of 2.10 MB in a loop, 4 times a step")
+    assert finding.what.startswith("2 reduce-scatters of 2.10 MB in a loop, 4 times a step")
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_forecast_that_may_be_off_by_more_than_it_gains_is_none(facts, change,
 @pytest.fixture
 def untimed(monkeypatch):
     """Nothing is compiled to be timed: for what does not depend on times."""
-    monkeypatch.setattr("jdp.payoff_facts._update_seconds", lambda *given: 0.0)
+    monkeypatch.setattr("jdp.payoff_facts._update_seconds", lambda *a, **b: (0.0, 0.0))
     monkeypatch.setattr("jdp.pays.silent_seconds", lambda *given: 0.0)
 
 
@@ -316,7 +316,7 @@ def test_nothing_that_sends_less_pays_where_nothing_is_exposed(untimed):
     assert "no more than 0 ms are to be gained" in rows["int8 wire"].why
 
 
-def test_encoding_that_costs_more_than_it_saves_is_a_no(monkeypatch):
+def test_encoding_that_costs_more_than_it_saves_is_a_no(untimed, monkeypatch):
     from jdp import pays as module
 
     monkeypatch.setattr(module, "_encoding", lambda *given: 5.0)
@@ -366,6 +366,22 @@ def test_what_the_step_has_already_is_not_proposed_again(untimed):
     # a residual belongs to its replica: ZeRO cannot share it out
     assert rows["ZeRO 1"].saves < WIDTH * WIDTH
     assert {row.pays for row in rows.values()} == {True, False}  # accumulating does
+
+
+def test_accumulating_that_costs_more_than_it_spares_does_not_pay(untimed, monkeypatch):
+    def seconds(tx, state, mesh, *, calls=1, own=True):
+        return (0.2, 0.0) if own else (0.9, 0.0)  # for each batch
+
+    monkeypatch.setattr("jdp.payoff_facts._update_seconds", seconds)
+    row = _rows(TRANSFORMS["all_reduce"](), exposed_seconds=0.1)["accumulation"]
+    assert row.pays is False
+    assert row.then_ms == pytest.approx(1e3 * (1 - 0.075 - 0.2 + 0.9))
+    assert "summing up and updating take 900 ms, where updating takes 200 ms" in row.why
+    # an update alone cannot take longer than the step: something else was running
+    monkeypatch.setattr("jdp.payoff_facts._update_seconds", lambda *a, **b: (7.0, 5.0))
+    row = _rows(TRANSFORMS["all_reduce"](), exposed_seconds=0.1)["accumulation"]
+    assert row.pays is None or row.pays is False
+    assert row.then_ms > 0
 
 
 def test_accumulating_and_local_steps_are_carried_further(untimed):
