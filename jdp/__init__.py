@@ -16,11 +16,12 @@ Floors, each importing only from those above it:
     unshard, given, grad, packing, data, order
     feedback, compress, power, reduce, hierarchy, noise, backward, accumulate, parts, zero,
     precision, finite, offload, local, local_step, local_state
-    state, restage, update, train, evaluate, check, drift, hlo, live, holdings, memory, hardware
+    state, restage, update, train, evaluate, check, drift, manifest, archive, folder, decisions,
+    saving, keeping, checkpoint, hlo, live, holdings, memory, hardware
     sent, groups, origin, costs, flops, targets, schedule, compiling, reporting, report, contract,
     tables, page, script, demo, cli
 
-What is on the last floor is imported when it is first used.
+What is on the last floor, and checkpoints, are imported when they are first used.
 """
 
 import importlib
@@ -76,12 +77,16 @@ from jdp.unshard import gather_params, layerwise
 from jdp.zero import zero1, zero2, zero3
 
 if TYPE_CHECKING:
+    from jdp.checkpoint import Checkpoints
     from jdp.contract import Contract, ContractError
+    from jdp.folder import CheckpointError
     from jdp.report import explain
     from jdp.reporting import Report
 
 __all__ = [
     "Balanced",
+    "CheckpointError",
+    "Checkpoints",
     "CompressedState",
     "Contract",
     "ContractError",
@@ -166,6 +171,8 @@ __all__ = [
 ]
 
 _LATER = {
+    "CheckpointError": "jdp.folder",
+    "Checkpoints": "jdp.checkpoint",
     "Contract": "jdp.contract",
     "ContractError": "jdp.contract",
     "Report": "jdp.reporting",
@@ -174,7 +181,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what explains a program, when it is asked for."""
+    """Imports what explains a program or saves a state, when it is asked for."""
     if name not in _LATER:
         raise AttributeError(f"module 'jdp' has no attribute {name!r}")
     return getattr(importlib.import_module(_LATER[name]), name)
