@@ -143,6 +143,7 @@ class Checkpoints:
         """
         number = step_of(state, step)
         if not (self._due(number) or force):
+            self._last = number
             return False
         self.wait()
         leaves, values = flatten(state)
@@ -156,11 +157,13 @@ class Checkpoints:
                 "that of the global batches, as jdp.Batches does."
             )
         if not self._decisions.first(lambda: self._keeper.begin(number, leaves)):
+            self._last = number
             return False
         about = Manifest(
             number, tuple(leaves), fingerprint(leaves), place, named, made_by(state), {}
         )
         self._write(about, leaves, values)
+        self._last = number
         return True
 
     def restore(
@@ -204,12 +207,12 @@ class Checkpoints:
             saved = [saved[i] for i in only(saved, parts)]
         if lines := differences(saved, [wanted[i] for i in chosen]):
             raise ValueError(say_differences(self._folder, manifest, lines))
-        folder = self._folder.of(manifest.step) / "arrays"
-        values = list(likes)
+        values, folder = list(likes), self._folder.of(manifest.step) / "arrays"
         found = archive.read(folder, saved, [likes[i] for i in chosen])
         for i, value in zip(chosen, found, strict=True):
             values[i] = value
         self._last = manifest.step
+        self._keeper.own.add(manifest.step)
         treedef = jax.tree.structure(like, is_leaf=is_stored)
         return treedef.unflatten(values), manifest.data
 
@@ -250,9 +253,8 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
         if self._errors:
-            error = self._errors[0]
-            self._errors.clear()
-            raise error
+            self._last = -1  # the next call of save saves
+            raise self._errors.pop()
 
     def close(self) -> None:
         """Waits, and gives the folder up. Raises as `wait` does."""
@@ -280,8 +282,7 @@ class Checkpoints:
     # Saving, on all processes
 
     def _due(self, number: int) -> bool:
-        last, self._last = self._last, number
-        every = self._every_steps
+        last, every = self._last, self._every_steps
         if every is None:
             return self._clock is None or self._clock.due(number)
         # a multiple is also reached where a call takes several steps
@@ -305,12 +306,9 @@ class Checkpoints:
         """Copies to the host; then writes, in the background or here."""
         folder = self._folder.of(about.step) / "arrays"
 
-        def begin() -> None:
-            done.append(archive.write(folder, leaves, values))
-
         done: list[Callable[[], None]] = []
         try:
-            self._decisions.each(begin)
+            self._decisions.each(lambda: done.append(archive.write(folder, leaves, values)))
         except Exception as error:
             raise self._failed(error, about.step) from error
         if not self._asynchronous:
@@ -323,7 +321,7 @@ class Checkpoints:
         self._thread.start()
 
     def _finish(self, done: Callable[[], None], about: Manifest) -> None:
-        """Waits for the arrays, and makes them a checkpoint."""
+        """Waits for the arrays, makes them a checkpoint, and removes old ones."""
         try:
             self._behind.each(done)
             names = self._behind.first(lambda: self._folder.list_files(about.step))
@@ -331,14 +329,15 @@ class Checkpoints:
             files = {name: (size, crc) for part in parts for name, size, crc in part}
             self._behind.first(lambda: self._folder.commit(about._replace(files=files)))
         except Exception as error:
-            self._errors.append(self._failed(error, about.step))
-            self._errors[0].__cause__ = error
+            said = self._failed(error, about.step)
+            said.__cause__ = None if said is error else error
+            self._errors.append(said)
             return
         try:
             self._behind.first(lambda: self._keeper.tidy(about.step))
         except Exception as error:
-            text = f"saved step {about.step}, but could not remove older checkpoints: {error}"
-            self._errors.append(CheckpointError(f"jdp.Checkpoints {text}"))
+            text = f"jdp.Checkpoints saved step {about.step}, but cannot remove older ones: {error}"
+            self._errors.append(CheckpointError(text))
 
     def _check_off(self, step: int, names: list[str]) -> list[tuple[str, int, int]]:
         """Checksums of this process's share of the files."""

@@ -8,13 +8,13 @@ In: paths. Out: steps, manifests, sentences about what is wrong. Arrays are read
 `jdp.archive`; which checkpoints are made and kept is decided in `jdp.checkpoint`.
 """
 
-import contextlib
 import errno
 import json
 import os
 import re
 import socket
 import uuid
+import weakref
 from typing import Any
 
 from jdp.archive import at, check_off, list_files
@@ -152,26 +152,22 @@ class Folder:
             return
         if me in _held:
             raise self._taken("this process, by another jdp.Checkpoints")
-        file = open(me + "/writer.json", "a+")  # noqa: SIM115  held as long as the lock
+        file = os.open(me + "/writer.json", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            who = _who(file.read())
-            file.close()
+            who = _who(os.read(file, 1000).decode(errors="replace"))
+            os.close(file)
             raise self._taken(who) from None
-        file.truncate(0)
-        file.write(json.dumps(said))
-        file.flush()
+        os.truncate(file, 0)
+        os.write(file, json.dumps(said).encode())
         _held.add(me)
-        self._lock = file
+        self._lock = weakref.finalize(self, _release, file, me)  # also where nobody unlocks
 
     def unlock(self) -> None:
         """Gives the folder up."""
-        if self._lock is not None and self._lock is not True:
-            _held.discard(os.fspath(self.path))
-            with contextlib.suppress(OSError):
-                self._lock.close()
+        if isinstance(self._lock, weakref.finalize):
+            self._lock()
         self._lock = None
 
     def _check_owner(self) -> None:
@@ -217,6 +213,11 @@ class Folder:
             return self.steps()
         except OSError:
             return []
+
+
+def _release(file: int, path: str) -> None:
+    _held.discard(path)
+    os.close(file)
 
 
 def _who(text: str) -> str:

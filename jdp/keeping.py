@@ -25,16 +25,18 @@ class Keeper:
     def __init__(self, folder: Folder, keep: int | None, best: tuple[str, str] | None) -> None:
         self._folder, self._keep, self._best = folder, keep, best
         self.bad: set[int] = set()  # steps whose checkpoints were found not to be whole
+        self.own: set[int] = set()  # steps that this run has saved, or goes on from
 
     def begin(self, step: int, leaves: list[Leaf]) -> bool:
-        """Makes room for the checkpoint of a step; `False` if there is one already."""
+        """Makes room for the checkpoint of a step; `False` if this run has made it."""
         try:
             self._folder.lock()
             steps = [s for s in self._folder.steps() if s not in self.bad]
-            if step in steps:
+            if step in steps and step in self.own:
                 return False
             self._check_folder(step, steps, leaves)
             self.bad.discard(step)
+            self.own.add(step)
             self._folder.begin(step)
         except OSError as error:
             raise self._folder.explain(error, step) from error
@@ -43,10 +45,10 @@ class Keeper:
     def _check_folder(self, step: int, steps: list[int], leaves: list[Leaf]) -> None:
         if not steps:
             return
-        if steps[-1] > step:
+        if steps[-1] >= step:
             raise ValueError(
                 f"jdp.Checkpoints was to save step {step} in {self._folder.path}, which holds step "
-                f"{steps[-1]} of a longer run: that one would be resumed, and this one be removed. "
+                f"{steps[-1]} of another or a longer run: that would be resumed, and not this. "
                 "Resume it with restore, give this run a folder of its own, or remove the later "
                 f"checkpoints with drop(after={max([s for s in steps if s < step], default=0)})."
             )
