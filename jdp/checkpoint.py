@@ -106,7 +106,7 @@ class Checkpoints:
         self._last: int | None = None
         self._thread: threading.Thread | None = None
         self._errors: list[BaseException] = []
-        weakref.finalize(self, tell, self._errors)
+        self._last_words = weakref.finalize(self, tell, self._errors)
 
     def save(
         self,
