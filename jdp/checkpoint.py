@@ -150,7 +150,8 @@ class Checkpoints:
         named = numbers(metrics, self._best)
         self._check_state(state, number)
         place = position(data)
-        if self._decisions.each(lambda: place)[1:] != [place] * (jax.process_count() - 1):
+        places = self._decisions.each(lambda: place)
+        if any(other != places[0] for other in places):
             raise ValueError(
                 "jdp.Checkpoints.save was given another `data` on one process than on another: a "
                 "checkpoint holds one position, which any number of processes can go on from. Give "

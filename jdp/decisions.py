@@ -16,7 +16,7 @@ import jax
 
 from jdp.processes import Channel
 
-_KINDS: tuple[type[Exception], ...] = (ValueError, TypeError, FileNotFoundError, RuntimeError)
+_KINDS = (FileNotFoundError, OSError, TypeError, ValueError, RuntimeError)
 
 
 class Decisions:
@@ -24,11 +24,11 @@ class Decisions:
 
     Args:
         name: What is decided on; it appears in errors.
-        error: The exception that stands for those that are not of a common kind.
+        kinds: Exceptions that others are to see as they are, beside those of Python.
     """
 
-    def __init__(self, name: str, error: type[Exception] = RuntimeError) -> None:
-        self._error = error
+    def __init__(self, name: str, *kinds: type[Exception]) -> None:
+        self._kinds = {kind.__name__: kind for kind in (*_KINDS, *kinds)}
         self._channel = (
             Channel(name, range(jax.process_count())) if jax.process_count() > 1 else None
         )
@@ -60,13 +60,13 @@ class Decisions:
         try:
             return {"value": fn()}, None
         except Exception as error:
-            return {"error": type(error).__name__, "text": str(error)}, error
+            names = [kind.__name__ for kind in type(error).__mro__]
+            return {"error": names, "text": str(error)}, error
 
     def _heard(self, said: dict[str, Any], process: int, own: Exception | None) -> Any:
         if own is not None:
             raise own
         if "error" in said:
-            kinds = {kind.__name__: kind for kind in (*_KINDS, self._error)}
-            kind = kinds.get(said["error"], self._error)
+            kind = next((self._kinds[n] for n in said["error"] if n in self._kinds), RuntimeError)
             raise kind(f"{said['text']} (on process {process})")
         return said["value"]

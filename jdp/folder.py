@@ -202,6 +202,8 @@ class Folder:
         else:
             short = text.splitlines()[0][:300] if text else ""
             why, advice = f"{type(error).__name__}: {short}", "See the error above"
+        if where := re.search(r" \(on process \d+\)$", text):
+            why = why.removesuffix(where[0]) + where[0]
         left = f"; the last checkpoint is of step {kept[-1]}" if (kept := self._quietly()) else ""
         return CheckpointError(
             f"jdp.Checkpoints could not save step {step} in {self.path}: {why}{left}. {advice}, "
