@@ -17,7 +17,7 @@ Floors, each importing only from those above it:
     feedback, compress, power, reduce, hierarchy, noise, backward, accumulate, parts, zero,
     precision, finite, offload, local, local_step, local_state
     state, restage, update, train, evaluate, check, drift, manifest, archive, folder, decisions,
-    saving, keeping, checkpoint, hlo, live, holdings, memory, hardware
+    saving, keeping, checkpoint, export, hlo, live, holdings, memory, hardware
     sent, groups, origin, costs, flops, targets, schedule, compiling, reporting, report, contract,
     tables, page, script, demo, cli
 
@@ -79,6 +79,7 @@ from jdp.zero import zero1, zero2, zero3
 if TYPE_CHECKING:
     from jdp.checkpoint import Checkpoints
     from jdp.contract import Contract, ContractError
+    from jdp.export import export_params, import_params
     from jdp.folder import CheckpointError
     from jdp.report import explain
     from jdp.reporting import Report
@@ -132,6 +133,7 @@ __all__ = [
     "evaluate",
     "exchange_times",
     "explain",
+    "export_params",
     "feed",
     "find_loss_scale",
     "find_noise_scale",
@@ -141,6 +143,7 @@ __all__ = [
     "gradient_noise_scale",
     "hierarchical",
     "holdings",
+    "import_params",
     "init_state",
     "initialize",
     "known_options",
@@ -177,6 +180,8 @@ _LATER = {
     "ContractError": "jdp.contract",
     "Report": "jdp.reporting",
     "explain": "jdp.report",
+    "export_params": "jdp.export",
+    "import_params": "jdp.export",
 }
 
 
