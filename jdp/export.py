@@ -25,22 +25,10 @@ from jdp.padded import logical, put
 from jdp.replica import is_stored
 from jdp.rows import agreed
 
-_DTYPES = [
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "complex64",
-    "bool",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint64",
-    "uint32",
-    "uint16",
-    "uint8",
-]  # what safetensors reads back into NumPy
+# what safetensors reads back into NumPy
+_KINDS = {"float": (16, 32, 64), "bfloat": (16,), "complex": (64,), "bool": ("",)}
+_KINDS |= {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64)}
+_DTYPES = {f"{kind}{bits}" for kind, sizes in _KINDS.items() for bits in sizes}
 
 
 def export_params(params: Any, path: Any, *, metadata: Mapping[str, str] | None = None) -> None:
