@@ -26,8 +26,12 @@ Floors, each importing only from those above it:
         links, trace, silent, chain, payoff_facts, payoff, pays, findings, diagnosis, watch,
         machine, diagnose
     script, loop, logs, demo, cli
+    state, restage, update, train, evaluate, check, drift, manifest, archive, folder, decisions,
+    saving, keeping, checkpoint, export, hlo, live, holdings, memory, hardware
+    sent, groups, origin, costs, flops, targets, schedule, compiling, reporting, report, contract,
+    tables, page, script, demo, cli
 
-What is on the last floor is imported when it is first used.
+What is on the last floor, and checkpoints, are imported when they are first used.
 """
 
 import importlib
@@ -89,6 +93,7 @@ from jdp.unshard import gather_params, layerwise
 from jdp.zero import zero1, zero2, zero3
 
 if TYPE_CHECKING:
+    from jdp.checkpoint import Checkpoints
     from jdp.contract import Contract, ContractError
     from jdp.diagnose import doctor
     from jdp.diagnosis import Diagnosis
@@ -98,6 +103,8 @@ if TYPE_CHECKING:
     from jdp.machine import Machine, doctor_machine
     from jdp.planned import Plan
     from jdp.planning import plan
+    from jdp.export import export_params, import_params
+    from jdp.folder import CheckpointError
     from jdp.report import explain
     from jdp.reporting import Report
     from jdp.strategy import Strategy
@@ -106,6 +113,8 @@ __all__ = [
     "ArrayRecords",
     "Balanced",
     "Batches",
+    "CheckpointError",
+    "Checkpoints",
     "Columns",
     "CompressedState",
     "Contract",
@@ -166,6 +175,7 @@ __all__ = [
     "every",
     "exchange_times",
     "explain",
+    "export_params",
     "feed",
     "find_loss_scale",
     "find_noise_scale",
@@ -175,6 +185,7 @@ __all__ = [
     "gradient_noise_scale",
     "hierarchical",
     "holdings",
+    "import_params",
     "init_state",
     "initialize",
     "known_options",
@@ -208,6 +219,8 @@ __all__ = [
 ]
 
 _LATER = {
+    "CheckpointError": "jdp.folder",
+    "Checkpoints": "jdp.checkpoint",
     "Contract": "jdp.contract",
     "ContractError": "jdp.contract",
     "Diagnosis": "jdp.diagnosis",
@@ -222,6 +235,8 @@ _LATER = {
     "doctor_machine": "jdp.diagnose",
     "every": "jdp.loop",
     "explain": "jdp.report",
+    "export_params": "jdp.export",
+    "import_params": "jdp.export",
     "plan": "jdp.planning",
     "run": "jdp.loop",
 }
@@ -229,6 +244,7 @@ _LATER = {
 
 def __getattr__(name: str) -> Any:
     """Imports what explains, plans and diagnoses, when it is asked for."""
+    """Imports what explains a program or saves a state, when it is asked for."""
     if name not in _LATER:
         raise AttributeError(f"module 'jdp' has no attribute {name!r}")
     return getattr(importlib.import_module(_LATER[name]), name)
