@@ -11,7 +11,8 @@
 
 Floors, each importing only from those above it:
 
-    mesh, flat, quantize, collectives, nodes, tree, options, processes, balance, prefetch, pace
+    mesh, flat, quantize, collectives, nodes, tree, options, processes, balance, prefetch, pace,
+    launch, launched
     dataflow, replica, padded, split, checksum, rows, fragments, remat, lazy, loss, microbatch,
     unshard, given, grad, packing, data, order
     feedback, compress, power, reduce, hierarchy, noise, backward, accumulate, parts, zero,

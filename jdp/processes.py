@@ -29,6 +29,8 @@ import numpy as np
 from jax._src import clusters, distributed, xla_bridge
 from jax.experimental import multihost_utils
 
+from jdp import launched
+
 ANSWER_SECONDS = 600.0  # torch.distributed's default for NCCL; a cold loader takes minutes
 _SLICE_MILLISECONDS = 500  # of one wait in C++, which neither Ctrl-C nor `cancelled` interrupts
 
@@ -47,8 +49,8 @@ def initialize(
 ) -> None:
     """Joins this process to the run, before anything else uses JAX.
 
-    Without arguments, what JAX detects is used (SLURM, Open MPI, TPU pods, Kubernetes); where
-    nothing is detected, or the cluster has one process, there is nothing to do.
+    Without arguments, what JAX detects is used (`jdp launch`, SLURM, Open MPI, TPU pods,
+    Kubernetes); where nothing is detected, or the cluster has one process, there is nothing to do.
 
     **Guarantees**
 
@@ -93,6 +95,7 @@ def initialize(
             f"array or PRNG key, also in the modules you import."
         )
     jax.distributed.initialize(coordinator, num_processes, process_id)
+    launched.tell_joined()
     if jax.process_count() != count:
         raise RuntimeError(
             f"jdp.initialize joined {count} processes, but jax.process_count() is "
