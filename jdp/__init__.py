@@ -12,12 +12,13 @@
 Floors, each importing only from those above it:
 
     mesh, flat, quantize, collectives, nodes, tree, options, processes, balance, prefetch, pace,
-    launch, launched
+    launch, launched, service, watchdog, stopping
     dataflow, replica, padded, split, checksum, rows, fragments, remat, lazy, loss, microbatch,
     unshard, given, grad, packing, data, order
     feedback, compress, power, reduce, hierarchy, noise, backward, accumulate, parts, zero,
     precision, finite, offload, local, local_step, local_state
-    state, restage, update, train, evaluate, check, drift, hlo, live, holdings, memory, hardware
+    state, restage, update, train, evaluate, check, agreement, drift, hlo, live, holdings, memory,
+    hardware
     sent, groups, origin, costs, flops, targets, schedule, compiling, reporting, report, contract,
     tables, page, script, demo, cli
 
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from jdp import collectives, nodes
 from jdp.accumulate import MultiStepsState, drop_window, multi_steps
+from jdp.agreement import check_processes
 from jdp.backward import all_reduce_in_backward, all_reduce_in_order
 from jdp.balance import Balanced, balance, exchange_times, rebalance
 from jdp.check import check_against_one_device, check_order
@@ -72,8 +74,10 @@ from jdp.restage import restage
 from jdp.rows import agreed
 from jdp.split import Placement, ZeroState
 from jdp.state import TrainState, flush, init_state
+from jdp.stopping import Stop
 from jdp.train import TrainStep, train_step
 from jdp.unshard import gather_params, layerwise
+from jdp.watchdog import note_step
 from jdp.zero import zero1, zero2, zero3
 
 if TYPE_CHECKING:
@@ -104,6 +108,7 @@ __all__ = [
     "Reduced",
     "Report",
     "SkipState",
+    "Stop",
     "TrainState",
     "TrainStep",
     "ZeroState",
@@ -116,6 +121,7 @@ __all__ = [
     "balance",
     "check_against_one_device",
     "check_order",
+    "check_processes",
     "check_replicas",
     "collectives",
     "compute_in",
@@ -148,6 +154,7 @@ __all__ = [
     "memory",
     "multi_steps",
     "nodes",
+    "note_step",
     "offload",
     "per_replica_norms",
     "power_sgd",

@@ -14,6 +14,7 @@ launches a process. Only this file reads JAX's private distributed state, having
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -29,7 +30,7 @@ import numpy as np
 from jax._src import clusters, distributed, xla_bridge
 from jax.experimental import multihost_utils
 
-from jdp import launched
+from jdp import launched, service, watchdog
 
 ANSWER_SECONDS = 600.0  # torch.distributed's default for NCCL; a cold loader takes minutes
 _SLICE_MILLISECONDS = 500  # of one wait in C++, which neither Ctrl-C nor `cancelled` interrupts
@@ -46,6 +47,8 @@ def initialize(
     *,
     num_processes: int | None = None,
     process_id: int | None = None,
+    vanished_seconds: float | None = None,
+    stuck_seconds: float | None = None,
 ) -> None:
     """Joins this process to the run, before anything else uses JAX.
 
@@ -58,12 +61,18 @@ def initialize(
       the JAX backend, so `emulate_devices` goes before.
     - A second call that asks for the same does nothing; one that asks for something else raises.
     - One process without a cluster: returns at once, and starts no backend.
+    - With several processes a watchdog runs: if one vanishes, fails or is stuck, all the others end
+      with a sentence that names it, and with a code of their own: see `jdp.watchdog`.
 
     Args:
         coordinator: "host:port" of process 0, where it will listen; every process gives the same.
         num_processes: Processes in the run. Alone, it is what the cluster must turn out to have;
             1 means "this process only" and skips detection.
         process_id: This process, 0 to `num_processes - 1`.
+        vanished_seconds: Within which the others have ended after one has vanished. None: the
+            environment's JDP_VANISHED_SECONDS, or 60.
+        stuck_seconds: Without a step of any process, after which all end. None: the environment's
+            JDP_STUCK_SECONDS, or 600.
 
     Raises:
         ValueError: If the arguments are half given, disagree with each other or with the cluster.
@@ -73,6 +82,8 @@ def initialize(
         >>> jdp.initialize()  # a laptop: nothing to do
     """
     _validate_request(coordinator, num_processes, process_id)
+    vanished = _seconds("vanished_seconds", vanished_seconds, watchdog.VANISHED_SECONDS)
+    stuck = _seconds("stuck_seconds", stuck_seconds, watchdog.STUCK_SECONDS)
     if distributed.global_state.client is not None:
         _check_joined(coordinator, num_processes, process_id)
         return
@@ -87,6 +98,7 @@ def initialize(
             f"num_processes and process_id."
         )
     if count is None or (coordinator is None and count == 1):
+        launched.tell_joined()
         return
     if xla_bridge.backends_are_initialized():
         raise RuntimeError(
@@ -94,14 +106,59 @@ def initialize(
             f"alone instead of being one of {count}. Call it first, before any jax.devices(), "
             f"array or PRNG key, also in the modules you import."
         )
-    jax.distributed.initialize(coordinator, num_processes, process_id)
-    launched.tell_joined()
+    _join(coordinator, num_processes, process_id, vanished, stuck)
     if jax.process_count() != count:
         raise RuntimeError(
             f"jdp.initialize joined {count} processes, but jax.process_count() is "
             f"{jax.process_count()}: the backend {jax.default_backend()!r} does not join them. "
             f"For CPUs set jax_cpu_collectives_implementation to 'gloo'."
         )
+
+
+def _seconds(name: str, given: float | None, default: float) -> float:
+    """A time limit: given, of the environment, or the default."""
+    variable = f"JDP_{name.upper()}"
+    value = os.environ.get(variable, default) if given is None else given
+    with contextlib.suppress(ValueError):
+        if float(value) >= 1:
+            return float(value)
+    source = (
+        f"jdp.initialize got {name}" if given is not None else f"The environment has {variable}"
+    )
+    raise ValueError(
+        f"{source}={value}, which is no time that processes can be waited for. Give seconds, at "
+        f"least 1."
+    )
+
+
+def _join(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    vanished: float,
+    stuck: float,
+) -> None:
+    """Joins JAX's run, with a watchdog that is quicker than JAX's own."""
+    patient = round(min(max(300, 2 * vanished, 2 * stuck), 10**6))
+    with service.outliving(vanished):
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=patient,
+            shutdown_timeout_seconds=patient,
+        )
+    launched.tell_joined()
+    state = distributed.global_state
+    watcher = watchdog.Watchdog(state, vanished, stuck)
+    watcher.start()
+    state_shutdown = state.shutdown
+
+    def shutdown() -> None:
+        state_shutdown()
+        watcher.end()
+
+    state.shutdown = shutdown
 
 
 def _validate_request(
@@ -171,6 +228,9 @@ class Channel:
         name: What is being agreed on; it appears in errors.
         members: Ids of the processes that take part.
         cancelled: Asked twice a second while waiting; true ends the wait.
+
+    Attributes:
+        base: Of its keys in the store; the same on every member, and no other channel's.
     """
 
     def __init__(
@@ -185,12 +245,12 @@ class Channel:
         self._name, self._members, self._cancelled = name, tuple(members), cancelled
         number = next(_created[name, self._members])
         group = hashlib.sha256(repr(self._members).encode()).hexdigest()[:16]
-        self._base = f"jdp/{name}/{group}/{number}"
+        self.base = f"jdp/{name}/{group}/{number}"
         self._round = 0
 
     def post(self, text: str) -> None:
         """Answers the next exchange without waiting for the others: the last thing one does."""
-        before, here = f"{self._base}/{self._round - 1}", f"{self._base}/{self._round}"
+        before, here = f"{self.base}/{self._round - 1}", f"{self.base}/{self._round}"
         self._round += 1
         self._client.key_value_set(f"{here}/text/{distributed.global_state.process_id}", text)
         if self._client.key_value_increment(f"{here}/arrived", 1) == len(self._members):
@@ -205,15 +265,16 @@ class Channel:
             TimeoutError: If some did not within `seconds` (default `ANSWER_SECONDS`), naming them.
             CancelledError: If `cancelled()` turned true while waiting.
         """
-        here = f"{self._base}/{self._round}"
+        here = f"{self.base}/{self._round}"
         self.post(text)
         seconds = ANSWER_SECONDS if seconds is None else seconds
         deadline = time.monotonic() + seconds
-        while (texts := self._wait(here)) is None:
-            if self._cancelled():
-                raise CancelledError
-            if time.monotonic() >= deadline:
-                raise TimeoutError(self._late(here, seconds))
+        with watchdog.waiting(self._name):
+            while (texts := self._wait(here)) is None:
+                if self._cancelled():
+                    raise CancelledError
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(self._late(here, seconds))
         return texts
 
     def _wait(self, here: str) -> dict[int, str] | None:
