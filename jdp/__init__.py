@@ -12,7 +12,7 @@
 Floors, each importing only from those above it:
 
     mesh, flat, quantize, collectives, nodes, tree, options, processes, balance, prefetch, pace,
-    launch, launched, service, watchdog, stopping
+    launch, launched, service, joining, watchdog, stopping
     dataflow, replica, padded, split, checksum, rows, fragments, remat, lazy, loss, microbatch,
     unshard, given, grad, packing, data, order
     feedback, compress, power, reduce, hierarchy, noise, backward, accumulate, parts, zero,

@@ -9,12 +9,11 @@ the same on every process.
 
 A `Channel` never touches a device, so a background thread may use it while a step runs; a device
 collective there would meet the step's own in another order on another process. Nothing here
-launches a process. Only this file reads JAX's private distributed state, having no public view.
+launches a process. JAX's private distributed state is read, having no public view.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -30,7 +29,7 @@ import numpy as np
 from jax._src import clusters, distributed, xla_bridge
 from jax.experimental import multihost_utils
 
-from jdp import launched, service, watchdog
+from jdp import joining, launched, watchdog
 
 ANSWER_SECONDS = 600.0  # torch.distributed's default for NCCL; a cold loader takes minutes
 _SLICE_MILLISECONDS = 500  # of one wait in C++, which neither Ctrl-C nor `cancelled` interrupts
@@ -82,8 +81,7 @@ def initialize(
         >>> jdp.initialize()  # a laptop: nothing to do
     """
     _validate_request(coordinator, num_processes, process_id)
-    vanished = _seconds("vanished_seconds", vanished_seconds, watchdog.VANISHED_SECONDS)
-    stuck = _seconds("stuck_seconds", stuck_seconds, watchdog.STUCK_SECONDS)
+    limits = joining.limits(vanished_seconds, stuck_seconds)
     if distributed.global_state.client is not None:
         _check_joined(coordinator, num_processes, process_id)
         return
@@ -106,59 +104,13 @@ def initialize(
             f"alone instead of being one of {count}. Call it first, before any jax.devices(), "
             f"array or PRNG key, also in the modules you import."
         )
-    _join(coordinator, num_processes, process_id, vanished, stuck)
+    joining.join(coordinator, num_processes, process_id, limits)
     if jax.process_count() != count:
         raise RuntimeError(
             f"jdp.initialize joined {count} processes, but jax.process_count() is "
             f"{jax.process_count()}: the backend {jax.default_backend()!r} does not join them. "
             f"For CPUs set jax_cpu_collectives_implementation to 'gloo'."
         )
-
-
-def _seconds(name: str, given: float | None, default: float) -> float:
-    """A time limit: given, of the environment, or the default."""
-    variable = f"JDP_{name.upper()}"
-    value = os.environ.get(variable, default) if given is None else given
-    with contextlib.suppress(ValueError):
-        if float(value) >= 1:
-            return float(value)
-    source = (
-        f"jdp.initialize got {name}" if given is not None else f"The environment has {variable}"
-    )
-    raise ValueError(
-        f"{source}={value}, which is no time that processes can be waited for. Give seconds, at "
-        f"least 1."
-    )
-
-
-def _join(
-    coordinator: str | None,
-    num_processes: int | None,
-    process_id: int | None,
-    vanished: float,
-    stuck: float,
-) -> None:
-    """Joins JAX's run, with a watchdog that is quicker than JAX's own."""
-    patient = round(min(max(300, 2 * vanished, 2 * stuck), 10**6))
-    with service.outliving(vanished):
-        jax.distributed.initialize(
-            coordinator,
-            num_processes,
-            process_id,
-            heartbeat_timeout_seconds=patient,
-            shutdown_timeout_seconds=patient,
-        )
-    launched.tell_joined()
-    state = distributed.global_state
-    watcher = watchdog.Watchdog(state, vanished, stuck)
-    watcher.start()
-    state_shutdown = state.shutdown
-
-    def shutdown() -> None:
-        state_shutdown()
-        watcher.end()
-
-    state.shutdown = shutdown
 
 
 def _validate_request(

@@ -52,9 +52,11 @@ class Service:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        self._orders = self._process.stdin
-        assert self._process.stdout is not None and self._orders is not None
-        with self._process.stdout as answers:
+        orders, answers = self._process.stdin, self._process.stdout
+        assert orders is not None
+        assert answers is not None
+        self._orders = orders
+        with answers:
             error = json.loads(answers.readline() or '"it ended at once"')
         if error is not None:
             self.shutdown()
