@@ -54,9 +54,9 @@ def start(options, script, *arguments):
     )
 
 
-def finish(process):
+def finish(process, seconds=30):
     try:
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=seconds)
     finally:
         process.kill()
     return process.returncode, out, err.decode()
@@ -86,7 +86,8 @@ def pids(folder, count):
 WRITE_PID = 'pathlib.Path(__file__).with_name(f"pid.{os.getpid()}").touch()\n'
 
 
-def test_each_process_is_told_who_it_is_and_its_lines_are_labelled(write):
+def test_each_process_is_told_who_it_is_and_its_lines_are_labelled(write, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_force_host_platform_device_count=8")
     script = write("""
         names = ("JDP_COORDINATOR", "JDP_NUM_PROCESSES", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")
         print(*(os.environ[name] for name in names), os.environ["XLA_FLAGS"], sys.argv[1:])
@@ -96,9 +97,7 @@ def test_each_process_is_told_who_it_is_and_its_lines_are_labelled(write):
     assert code == 0
     first, second = sorted(out.decode().splitlines())
     address, rest = first.removeprefix("[0] 127.0.0.1:").split(" ", 1)
-    assert rest.startswith("2 3 cpu ")
-    assert "device_count" not in rest
-    assert rest.endswith("['--a', 'b c']")
+    assert rest == "2 3 cpu --xla_a=1 ['--a', 'b c']"
     assert second == f"[1] 127.0.0.1:{address} {rest}"
     assert sorted(err.splitlines()) == ["[0] to the other", "[1] to the other"]
 
@@ -141,10 +140,13 @@ def test_the_first_failure_is_reported_first_and_ends_the_rest(write, tmp_path):
             sys.exit(7)
         if me == 2:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        else:
+            signal.signal(signal.SIGTERM, lambda *_: print("asked to end") or sys.exit())
         time.sleep(60)
     """)
-    code, _, err = finish(start('{"num_processes": 3, "grace_seconds": 0.3}', script))
+    code, out, err = finish(start('{"num_processes": 3, "grace_seconds": 0.3}', script))
     assert code == 7
+    assert b"[0] asked to end" in out
     lines = err.splitlines()
     assert "process 1 failed first, with exit code 7" in lines[0]
     assert lines[0].endswith("Ending the other 2.")
@@ -341,3 +343,33 @@ def _joins():
 @pytest.mark.multiprocess
 def test_initialize_reads_what_the_launcher_sets_before_it_looks_at_slurm():
     assert [a.value for a in run(_joins, start=False)] == [[0, 2, True], [1, 2, True]]
+
+
+@pytest.mark.multiprocess
+def test_a_killed_process_restarts_all_and_sigterm_stops_all_at_one_step(write):
+    script = write("""
+        import jax, jdp
+        jdp.initialize()
+        restarts = int(os.environ["JDP_RESTARTS"])
+        print("devices", jax.device_count())
+        with jdp.Stop() as stop:
+            for step in range(1, 10**5):
+                time.sleep(0.005)
+                if (restarts, me, step) == (0, 1, 5):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if (restarts, me, step) == (1, 0, 5):
+                    os.kill(os.getppid(), signal.SIGTERM)  # the launcher's
+                if stop.after(step):
+                    print("saved", step, stop.reason)
+                    sys.exit(stop.code)
+    """)
+    process = start('{"num_processes": 2, "devices": 2, "max_restarts": 5}', script)
+    code, out, err = finish(process, seconds=90)
+    assert code == STOPPED
+    assert err.count("failed first") == 1
+    assert "process 1 failed first, killed by SIGKILL" in err
+    saved = [line.split() for line in out.decode().splitlines() if "saved" in line]
+    assert sorted(words[0] for words in saved) == ["[0]", "[1]"]
+    assert saved[0][2] == saved[1][2]
+    assert "got SIGTERM" in out.decode()
+    assert out.count(b"devices 4") == 4
