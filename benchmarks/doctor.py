@@ -203,6 +203,7 @@ def payoffs(config: Config, index: int = 0) -> list[dict[str, Any]]:
 
     def turn(name: str) -> Callable[[], float]:
         def update(state: Any) -> Any:  # as many batches as accumulation takes for one
+            metrics = None
             for _ in range(EVERY):
                 state, metrics = steps[name](state, batch)
             return state, metrics

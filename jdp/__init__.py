@@ -11,13 +11,15 @@
 
 Floors, each importing only from those above it:
 
-    mesh, flat, quantize, collectives, nodes, tree, options, processes, balance, prefetch, pace
+    mesh, flat, quantize, collectives, nodes, tree, options, processes, balance, prefetch, pace,
+    launch, launched, service, joining, watchdog, stopping
     dataflow, replica, padded, split, checksum, rows, fragments, remat, lazy, loss, microbatch,
     unshard, given, grad, order, packing, placement, data, sources, files, packed, shuffle, workers,
     reads, together, loading, batches
     feedback, compress, power, reduce, hierarchy, noise, backward, accumulate, parts, zero,
     precision, finite, offload, local, local_step, local_state
-    state, restage, update, train, evaluate, check, drift, hlo, live, holdings, memory, hardware
+    state, restage, update, train, evaluate, check, agreement, drift, hlo, live, holdings, memory,
+    hardware, manifest, archive, folder, decisions, saving, keeping, checkpoint, export
     sent, asked, groups, origin, costs, flops, targets, schedule, compiling, reporting, report,
     contract, alike, tables
         page_parts, page_timeline, page_holdings, page_sections, page, page_answers
@@ -26,10 +28,6 @@ Floors, each importing only from those above it:
         links, trace, silent, chain, payoff_facts, payoff, pays, findings, diagnosis, watch,
         machine, diagnose
     script, loop, logs, demo, cli
-    state, restage, update, train, evaluate, check, drift, manifest, archive, folder, decisions,
-    saving, keeping, checkpoint, export, hlo, live, holdings, memory, hardware
-    sent, groups, origin, costs, flops, targets, schedule, compiling, reporting, report, contract,
-    tables, page, script, demo, cli
 
 What is on the last floor, and checkpoints, are imported when they are first used.
 """
@@ -39,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from jdp import collectives, nodes
 from jdp.accumulate import MultiStepsState, drop_window, multi_steps
+from jdp.agreement import check_processes
 from jdp.backward import all_reduce_in_backward, all_reduce_in_order
 from jdp.balance import Balanced, balance, exchange_times, rebalance
 from jdp.batches import Batches
@@ -88,8 +87,10 @@ from jdp.shuffle import shuffled
 from jdp.sources import Columns
 from jdp.split import Placement, ZeroState
 from jdp.state import TrainState, flush, init_state
+from jdp.stopping import Stop
 from jdp.train import TrainStep, train_step
 from jdp.unshard import gather_params, layerwise
+from jdp.watchdog import note_step
 from jdp.zero import zero1, zero2, zero3
 
 if TYPE_CHECKING:
@@ -97,14 +98,14 @@ if TYPE_CHECKING:
     from jdp.contract import Contract, ContractError
     from jdp.diagnose import doctor
     from jdp.diagnosis import Diagnosis
+    from jdp.export import export_params, import_params
+    from jdp.folder import CheckpointError
     from jdp.links import Links
     from jdp.logs import JsonLines, TensorBoard
     from jdp.loop import every, run
     from jdp.machine import Machine, doctor_machine
     from jdp.planned import Plan
     from jdp.planning import plan
-    from jdp.export import export_params, import_params
-    from jdp.folder import CheckpointError
     from jdp.report import explain
     from jdp.reporting import Report
     from jdp.strategy import Strategy
@@ -145,6 +146,7 @@ __all__ = [
     "Reduced",
     "Report",
     "SkipState",
+    "Stop",
     "Strategy",
     "TensorBoard",
     "TokenFile",
@@ -160,6 +162,7 @@ __all__ = [
     "balance",
     "check_against_one_device",
     "check_order",
+    "check_processes",
     "check_replicas",
     "collectives",
     "compute_in",
@@ -197,6 +200,7 @@ __all__ = [
     "memory",
     "multi_steps",
     "nodes",
+    "note_step",
     "offload",
     "per_replica_norms",
     "plan",

@@ -1,9 +1,10 @@
-"""The `jdp` command: explain, plan and doctor for a script, or for the machine.
+"""The `jdp` command: explain, plan, doctor and launch for a script, or for the machine.
 
     jdp doctor                                  what this machine has; its links, measured
     jdp doctor train.py -- --steps 50           where the time of a run goes
     jdp explain train.py --target h100:2x8      what the compiler makes of the step
     jdp plan train.py --target v5e:4x4          which strategy, and what it would take
+    jdp launch -n 2 train.py -- --steps 50      several processes of a script on this machine
     jdp demo                                    half a minute that shows what jdp does
 
 The script is any that calls a step of `jdp.train_step`; what follows `--` is given to it. Results
@@ -182,7 +183,47 @@ class Demo:
         return OK
 
 
-COMMANDS = {"doctor": Doctor, "explain": Explain, "plan": Plan, "demo": Demo}
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Run a script in several processes on this machine, until all have ended.
+
+    Each line they print is labelled with its process. Once one has failed, the others are ended,
+    and the command ends with the code of the first: 128 + the number of a signal, 75 if a process
+    only lost another, 76 if one was stuck, 85 if all stopped when asked to.
+    """
+
+    script: _Script
+    """The training script, which calls jdp.initialize(); give it arguments after `--`."""
+    num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])]
+    """How many."""
+    devices: int | None = None
+    """CPU devices that each process emulates."""
+    max_restarts: int = 0
+    """How often all of them are started again after a failure."""
+    grace: float = 10.0
+    """Seconds between SIGTERM and SIGKILL."""
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Does it; returns the exit code."""
+        from jdp.launch import launch
+
+        return launch(
+            self.script,
+            arguments,
+            num_processes=self.num_processes,
+            devices=self.devices,
+            max_restarts=self.max_restarts,
+            grace_seconds=self.grace,
+        )
+
+
+COMMANDS = {
+    "doctor": Doctor,
+    "explain": Explain,
+    "plan": Plan,
+    "launch": Launch,
+    "demo": Demo,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

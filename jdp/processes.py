@@ -9,7 +9,7 @@ the same on every process.
 
 A `Channel` never touches a device, so a background thread may use it while a step runs; a device
 collective there would meet the step's own in another order on another process. Nothing here
-launches a process. Only this file reads JAX's private distributed state, having no public view.
+launches a process. JAX's private distributed state is read, having no public view.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ import numpy as np
 from jax._src import clusters, distributed, xla_bridge
 from jax.experimental import multihost_utils
 
+from jdp import joining, launched, watchdog
+
 ANSWER_SECONDS = 600.0  # torch.distributed's default for NCCL; a cold loader takes minutes
 _SLICE_MILLISECONDS = 500  # of one wait in C++, which neither Ctrl-C nor `cancelled` interrupts
 
@@ -44,11 +46,13 @@ def initialize(
     *,
     num_processes: int | None = None,
     process_id: int | None = None,
+    vanished_seconds: float | None = None,
+    stuck_seconds: float | None = None,
 ) -> None:
     """Joins this process to the run, before anything else uses JAX.
 
-    Without arguments, what JAX detects is used (SLURM, Open MPI, TPU pods, Kubernetes); where
-    nothing is detected, or the cluster has one process, there is nothing to do.
+    Without arguments, what JAX detects is used (`jdp launch`, SLURM, Open MPI, TPU pods,
+    Kubernetes); where nothing is detected, or the cluster has one process, there is nothing to do.
 
     **Guarantees**
 
@@ -56,12 +60,18 @@ def initialize(
       the JAX backend, so `emulate_devices` goes before.
     - A second call that asks for the same does nothing; one that asks for something else raises.
     - One process without a cluster: returns at once, and starts no backend.
+    - With several processes a watchdog runs: if one vanishes, fails or is stuck, all the others end
+      with a sentence that names it, and with a code of their own: see `jdp.watchdog`.
 
     Args:
         coordinator: "host:port" of process 0, where it will listen; every process gives the same.
         num_processes: Processes in the run. Alone, it is what the cluster must turn out to have;
             1 means "this process only" and skips detection.
         process_id: This process, 0 to `num_processes - 1`.
+        vanished_seconds: Within which the others have ended after one has vanished. None: the
+            environment's JDP_VANISHED_SECONDS, or 60.
+        stuck_seconds: Without a step of any process, after which all end. None: the environment's
+            JDP_STUCK_SECONDS, or 600.
 
     Raises:
         ValueError: If the arguments are half given, disagree with each other or with the cluster.
@@ -71,6 +81,7 @@ def initialize(
         >>> jdp.initialize()  # a laptop: nothing to do
     """
     _validate_request(coordinator, num_processes, process_id)
+    limits = joining.limits(vanished_seconds, stuck_seconds)
     if distributed.global_state.client is not None:
         _check_joined(coordinator, num_processes, process_id)
         return
@@ -85,6 +96,7 @@ def initialize(
             f"num_processes and process_id."
         )
     if count is None or (coordinator is None and count == 1):
+        launched.tell_joined()
         return
     if xla_bridge.backends_are_initialized():
         raise RuntimeError(
@@ -92,7 +104,7 @@ def initialize(
             f"alone instead of being one of {count}. Call it first, before any jax.devices(), "
             f"array or PRNG key, also in the modules you import."
         )
-    jax.distributed.initialize(coordinator, num_processes, process_id)
+    joining.join(coordinator, num_processes, process_id, limits)
     if jax.process_count() != count:
         raise RuntimeError(
             f"jdp.initialize joined {count} processes, but jax.process_count() is "
@@ -168,6 +180,9 @@ class Channel:
         name: What is being agreed on; it appears in errors.
         members: Ids of the processes that take part.
         cancelled: Asked twice a second while waiting; true ends the wait.
+
+    Attributes:
+        base: Of its keys in the store; the same on every member, and no other channel's.
     """
 
     def __init__(
@@ -182,12 +197,12 @@ class Channel:
         self._name, self._members, self._cancelled = name, tuple(members), cancelled
         number = next(_created[name, self._members])
         group = hashlib.sha256(repr(self._members).encode()).hexdigest()[:16]
-        self._base = f"jdp/{name}/{group}/{number}"
+        self.base = f"jdp/{name}/{group}/{number}"
         self._round = 0
 
     def post(self, text: str) -> None:
         """Answers the next exchange without waiting for the others: the last thing one does."""
-        before, here = f"{self._base}/{self._round - 1}", f"{self._base}/{self._round}"
+        before, here = f"{self.base}/{self._round - 1}", f"{self.base}/{self._round}"
         self._round += 1
         self._client.key_value_set(f"{here}/text/{distributed.global_state.process_id}", text)
         if self._client.key_value_increment(f"{here}/arrived", 1) == len(self._members):
@@ -202,15 +217,16 @@ class Channel:
             TimeoutError: If some did not within `seconds` (default `ANSWER_SECONDS`), naming them.
             CancelledError: If `cancelled()` turned true while waiting.
         """
-        here = f"{self._base}/{self._round}"
+        here = f"{self.base}/{self._round}"
         self.post(text)
         seconds = ANSWER_SECONDS if seconds is None else seconds
         deadline = time.monotonic() + seconds
-        while (texts := self._wait(here)) is None:
-            if self._cancelled():
-                raise CancelledError
-            if time.monotonic() >= deadline:
-                raise TimeoutError(self._late(here, seconds))
+        with watchdog.waiting(self._name):
+            while (texts := self._wait(here)) is None:
+                if self._cancelled():
+                    raise CancelledError
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(self._late(here, seconds))
         return texts
 
     def _wait(self, here: str) -> dict[int, str] | None:

@@ -28,6 +28,7 @@ from jdp.pace import is_emulated, keep_pace
 from jdp.split import find_placement
 from jdp.state import TrainState
 from jdp.update import keep_if_skipped, update
+from jdp.watchdog import note_step
 
 
 def train_step(
@@ -204,6 +205,8 @@ class TrainStep:
             return self._inline(state, batch, shares)
         if self._compiled is None:
             self._compiled, self._treedef = self._prepare(state, batch, shares)
+        else:
+            note_step()  # before it is dispatched: that can wait for other processes
         if getattr(state.step, "is_deleted", bool)():
             self._explain(state, batch)  # beforehand: jax 0.10 can crash on such arrays
         try:

@@ -54,7 +54,7 @@ def test_b09_after_jax_has_started_it_is_too_late():
 
 def test_b09_a_backend_that_joins_nobody_is_noticed(monkeypatch):
     monkeypatch.setattr(processes.xla_bridge, "backends_are_initialized", lambda: False)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args: None)
+    monkeypatch.setattr(processes.joining, "join", lambda *args: None)
     with pytest.raises(RuntimeError, match=r"joined 2 processes, but jax.process_count\(\) is 1"):
         jdp.initialize("127.0.0.1:1", num_processes=2, process_id=0)
 

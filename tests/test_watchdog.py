@@ -1,0 +1,308 @@
+"""What a hanging run is told (jdp/watchdog.py, service.py, stopping.py, agreement.py).
+
+The drills are real: two processes over gloo, of which one is killed, fails, gets stuck, or is asked
+to stop. What each of them must say and end with is checked; how long it takes is not, but that the
+other has ended before `run` would have killed it.
+"""
+
+import signal
+import socket
+import threading
+import time
+
+import cluster
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jdp
+from jdp import service, watchdog
+from jdp.launch import PEER_LOST, STOPPED, STUCK
+from jdp.watchdog import Beat, stalled
+
+LIMITS = {"JDP_VANISHED_SECONDS": "12", "JDP_STUCK_SECONDS": "2"}
+
+
+@pytest.fixture
+def drill(monkeypatch):
+    """Runs a program that joins by itself, with time for the others to end by themselves."""
+    monkeypatch.setattr(cluster, "GRACE_SECONDS", 40)
+
+    def drill(program, **env):
+        return cluster.run(program, start=False, check=False, env=LIMITS | env, seconds=90)
+
+    return drill
+
+
+def _loses():
+    import os
+    import signal
+    import time
+
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jdp
+
+    me = int(os.environ["PROCESS_ID"])
+    jdp.initialize(os.environ["COORDINATOR"], num_processes=2, process_id=me)
+    over = jax.sharding.NamedSharding(jdp.make_mesh(), jax.sharding.PartitionSpec("data"))
+    x = jax.make_array_from_process_local_data(over, np.ones(1, np.float32))
+    mean = jax.jit(jnp.sum)
+    for step in range(1, 4):
+        jdp.note_step()
+        print("begins step", step, flush=True)
+        if me == int(os.environ["VICTIM"]) and step == 3:
+            time.sleep(1.5)  # a beat tells step 3, and the other waits for this one
+            if os.environ["HOW"] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if os.environ["HOW"] == "raise":
+                raise OverflowError("too much")
+        float(mean(x))
+        if os.environ["HOW"] == "stuck" and me == int(os.environ["VICTIM"]) and step == 2:
+            time.sleep(80)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("victim", [0, 1])
+def test_b14_a_killed_process_is_named_by_the_other(drill, victim):
+    answers = drill(_loses, VICTIM=str(victim), HOW="kill")
+    assert answers[victim].returncode == -signal.SIGKILL
+    other = answers[1 - victim]
+    assert other.returncode == PEER_LOST
+    said = other.output.partition("begins step 3\n")[2].splitlines()
+    assert len(said) == 1  # no trace, neither of Python nor of C++
+    assert f"jdp: process {victim} (" in said[0]
+    assert "vanished, last heard of in step 3: it was killed, or crashed." in said[0]
+    assert said[0].endswith(f"This is process {1 - victim}, in step 3; it ends with exit code 75.")
+
+
+@pytest.mark.multiprocess
+def test_b14_the_others_are_told_the_error_of_the_first(drill):
+    other, failed = drill(_loses, VICTIM="1", HOW="raise")
+    assert failed.returncode == 1
+    assert "OverflowError: too much" in failed.output
+    assert "jdp: " not in failed.output
+    assert other.returncode == PEER_LOST
+    assert "jdp: process 1 failed in step 3: OverflowError: too much. This is" in other.output
+    assert "Traceback" not in other.output
+
+
+@pytest.mark.multiprocess
+def test_b03_a_stuck_process_is_named_and_shows_its_stack(drill):
+    other, stuck = drill(_loses, VICTIM="1", HOW="stuck")
+    assert (other.returncode, stuck.returncode) == (STUCK, STUCK)
+    for answer in (other, stuck):
+        assert "jdp: process 1 (" in answer.output
+        assert "(_loses)) is stuck; the others wait for it in step 3, since 2 s." in answer.output
+    assert "time.sleep(80)" in stuck.output
+    assert "Stack of MainThread" not in other.output
+
+
+BEAT = Beat(1, 5, 9.0, "", "train.py:3 (load)", "host", "boot", 7, False)
+
+
+def test_b03_a_run_that_moves_or_compiles_or_has_ended_is_not_stalled():
+    moves = BEAT._replace(still=0.5)
+    assert stalled({0: BEAT, 1: moves}, 8) is None
+    assert stalled({0: BEAT._replace(step=0), 1: BEAT._replace(step=0)}, 8) is None
+    assert stalled({0: BEAT._replace(ended=True), 1: BEAT._replace(ended=True)}, 8) is None
+    assert stalled({0: BEAT, 1: BEAT}, 9.5) is None
+
+
+@pytest.mark.parametrize(
+    ("beats", "about", "text"),
+    [
+        ((BEAT, BEAT._replace(step=4), BEAT), [1], "process 1 (host, pid 7, in step 4, at train.p"),
+        ((BEAT, BEAT._replace(waits="jdp.feed")), [0], "process 0 (host, pid 7, in step 5, at"),
+        (
+            (BEAT._replace(step=6), BEAT._replace(ended=True)),
+            [],
+            "1 (host, after step 5) ended long",
+        ),
+        ((BEAT, BEAT), [0, 1], "no process has begun a step for 8 s, and none is behind"),
+        ((BEAT._replace(waits="x"),) * 2, [0, 1], "none is behind"),
+    ],
+)
+def test_b03_those_with_the_fewest_steps_and_nobody_to_wait_for_are_stuck(beats, about, text):
+    verdict = stalled(dict(enumerate(beats)), 8)
+    assert (verdict.about, verdict.code) == (about, STUCK)
+    assert text in verdict.text
+
+
+def test_b03_a_channel_that_waits_for_others_says_so():
+    with watchdog.waiting("jdp.feed"):
+        assert watchdog._here.waits == ["jdp.feed"]
+    assert watchdog._here.waits == []
+
+
+@pytest.mark.parametrize("value", ["0.5", "soon", "-1", "nan"])
+def test_limits_that_are_no_times_are_refused(monkeypatch, value):
+    monkeypatch.setenv("JDP_STUCK_SECONDS", value)
+    with pytest.raises(
+        ValueError, match=rf"environment has JDP_STUCK_SECONDS={value}, which is no"
+    ):
+        jdp.initialize()
+    with pytest.raises(
+        ValueError, match=r"jdp\.initialize got vanished_seconds=0, which is no time"
+    ):
+        jdp.initialize(vanished_seconds=0)
+
+
+def test_b09_a_port_that_is_taken_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=rf"could not start .* service at {address}: .*port"):
+            service.Service(address, 2, {}, 1.0)
+
+
+def test_one_process_stops_after_the_step_it_is_in():
+    with jdp.Stop() as stop:
+        assert not stop.after(1)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.after(2)
+        assert stop.after(3)
+        assert stop.reason == "process 0: got SIGTERM"
+        assert stop.code == STOPPED
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_second_signal_has_its_usual_effect(monkeypatch):
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+    try:
+        with jdp.Stop() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert not seen
+            signal.raise_signal(signal.SIGTERM)
+            assert seen == [1]
+            assert stop.after(1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_time_limit_stops():
+    with jdp.Stop(seconds=0.05, signals=()) as stop:
+        assert not stop.after(1)
+        time.sleep(0.06)
+        assert stop.after(2)
+        assert stop.reason == "process 0: its limit of 0.05 s is over"
+    with pytest.raises(ValueError, match=r"seconds=0: the run would stop before its first step"):
+        jdp.Stop(seconds=0)
+
+
+def test_outside_the_main_thread_no_handler_is_set():
+    made = []
+    thread = threading.Thread(target=lambda: made.append(jdp.Stop()))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    made[0].close()
+
+
+def _stops():
+    import os
+    import signal
+    import time
+
+    import numpy as np
+
+    import jdp
+
+    me = int(os.environ["PROCESS_ID"])
+    jdp.initialize(os.environ["COORDINATOR"], num_processes=2, process_id=me)
+    mesh = jdp.make_mesh()
+    both = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    over = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+    def place(value, sharding):
+        return jax.make_array_from_process_local_data(sharding, np.asarray(value, np.float32))
+
+    def attempt(step, state, batch, **more):
+        try:
+            jdp.check_processes(step, state, batch, **more)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def depends(state, batch):
+        return state * (1 + me) + batch.sum()
+
+    step, x = jax.jit(lambda state, batch: state + batch.sum()), place(np.ones(2), over)
+    state, mine = place(1.0, both), place(1.0 + me, both)
+    said = {
+        "same": attempt(step, state, x, num_steps=3),
+        "steps": attempt(step, state, x, num_steps=3 + me),
+        "shape": attempt(step, {"w": state}, place(np.ones(2 + me), both)),
+        "values": attempt(step, {"b": state, "w": mine}, x),
+        "keys": attempt(step, jax.random.key(me), x),
+        "program": attempt(jax.jit(depends), state, x),
+    }
+    with jdp.Stop() as stop:
+        for step_number in range(1, 10000):
+            time.sleep(0.002 * (1 + 3 * me))
+            if me == 1 and step_number == 20:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop.after(step_number):
+                said |= {"step": step_number, "reason": stop.reason, "code": stop.code}
+                break
+    return said
+
+
+@pytest.mark.multiprocess
+def test_b01_b05_b06_a30_processes_compare_beforehand_and_stop_together(drill):
+    zero, one = (answer.value or answer.output for answer in drill(_stops))
+    assert zero == one
+    assert zero["same"] == ""
+    assert "'the number of steps: 3', process 1 has 'the number of steps: 4'" in zero["steps"]
+    assert "'batch: float32[2] P" in zero["shape"]
+    assert "process 1 has 'batch: float32[3] P" in zero["shape"]
+    assert "state['w'] has the checksum" in zero["values"]
+    assert "start from different values" in zero["keys"]
+    assert "the processes run different programs. Process 0 has" in zero["program"]
+    assert "multiply" in zero["program"] or "constant" in zero["program"]
+    assert zero["step"] > 20
+    assert zero["reason"] == "process 1: got SIGTERM"
+    assert zero["code"] == 85
+
+
+def test_one_process_has_nobody_to_compare_with():
+    jdp.check_processes(None, jnp.zeros(2), None)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0)])
+def test_b06_the_first_of_many_lines_that_differs_is_found(first, second):
+    """Two threads as two processes, over a channel that is only a dictionary."""
+    from jdp import agreement
+
+    meet = threading.Barrier(2, timeout=20)
+    said: dict[int, str] = {}
+
+    class Both:
+        def __init__(self, me):
+            self.me = me
+
+        def exchange(self, text):
+            said[self.me] = text
+            meet.wait()
+            both = dict(sorted(said.items()))
+            meet.wait()
+            return both
+
+    lines = [f"line {i}" for i in range(10001)]
+    programs = (lines, [*lines[:7777], "other", *lines[7778:9000]])
+    found = {}
+
+    def compare(me, mine):
+        found[me] = agreement._first_difference(Both(me), programs[mine])
+
+    threads = [threading.Thread(target=compare, args=x) for x in ((0, first), (1, second))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    texts = ["line 7777", "other"]
+    assert found[0] == found[1]
+    assert found[0] == f"Process 0 has {texts[first]!r}, process 1 has {texts[second]!r}."
