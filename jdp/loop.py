@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jdp.processes import Channel
+from jdp.stopping import Stop
 
 Log = Callable[[int, Mapping[str, float]], None]
 
@@ -26,19 +27,18 @@ class Every(NamedTuple):
     """A callback with its period, see `every`."""
 
     steps: int
-    call: Callable[[Any], Mapping[str, Any] | None]
+    call: Callable[[Any], Any]
     at_end: bool
 
 
-def every(
-    steps: int, call: Callable[[Any], Mapping[str, Any] | None], *, at_end: bool = True
-) -> Every:
+def every(steps: int, call: Callable[[Any], Any], *, at_end: bool = True) -> Every:
     """A callback for `run`: evaluates, saves, samples, or checks replicas.
 
     Args:
         steps: It is called after each step whose number this divides.
-        call: `call(state) -> values to log, or None`. The next step reuses the state's memory, so
-            it must not keep the state. All processes call it, so that it may use collectives.
+        call: `call(state)`; a dict of numbers that it returns is logged. The next step reuses the
+            state's memory, so it must not keep the state. All processes call it, so that it may use
+            collectives.
         at_end: Whether it is called after the last step, too.
 
     Raises:
@@ -66,7 +66,7 @@ def run(
     callbacks: Sequence[Every] = (),
     log: Sequence[Log] = (),
     log_every: int = 10,
-    stop: Callable[[int], bool] | None = None,
+    stop: Callable[[int], bool] | Stop | None = None,
     most_nonfinite: int | None = 100,
     progress: bool | None = None,
 ) -> Any:
@@ -89,8 +89,8 @@ def run(
         log: Each is called as `log(step, values)` on process 0: `JsonLines`, `TensorBoard`, or a
             function such as `lambda step, values: wandb.log(values, step=step)`.
         log_every: Steps between two logged ones; the last is logged always.
-        stop: `stop(step)`: whether to end after that step. With several processes it is asked at
-            logged steps only, and one of them is enough.
+        stop: A `jdp.Stop`, or `stop(step)`: whether to end after that step. With several processes
+            a function is asked at logged steps only, and one of them is enough.
         most_nonfinite: Steps in a row whose loss may be NaN or infinite; `None` for no limit.
         progress: A progress bar on process 0; `None` shows one where a terminal and rich are.
 
@@ -167,7 +167,8 @@ def _called(callbacks: Sequence[Every], state: Any) -> dict[str, float]:
     """What they return, together."""
     found: dict[str, float] = {}
     for one in callbacks:
-        found |= _scalars(one.call(state) or {})
+        told = one.call(state)
+        found |= _scalars(told) if isinstance(told, Mapping) else {}
     return found
 
 
@@ -218,10 +219,12 @@ class _Reader:
             )
 
 
-def _agreement(stop: Callable[[int], bool] | None, log_every: int) -> Callable[[int], bool]:
+def _agreement(stop: Callable[[int], bool] | Stop | None, log_every: int) -> Callable[[int], bool]:
     """Whether to end after a step; over several processes one that wants to is enough."""
     if stop is None:
         return lambda number: False
+    if isinstance(stop, Stop):
+        return stop.after
     if jax.process_count() == 1:
         return stop
     channel = Channel("jdp.run", range(jax.process_count()))

@@ -120,6 +120,22 @@ def test_a_loss_that_is_never_finite_ends_the_run():
     assert jdp.run(Fake(fake.losses), None, range(9), most_nonfinite=None) is None
 
 
+def test_it_ends_when_a_stop_says_so():
+    seen = []
+    with jdp.Stop() as stop:
+        ask = jdp.every(3, lambda state: stop.request("enough"), at_end=False)
+        fake = Fake()
+        jdp.run(fake, None, range(9), stop=stop, callbacks=[ask, jdp.every(1, seen.append)])
+    assert (fake.number, len(seen), stop.reason) == (3, 3, "process 0: enough")
+
+
+def test_what_a_callback_returns_is_logged_if_it_has_names():
+    logged = []
+    log = lambda step, values: logged.append(set(values))  # noqa: E731
+    jdp.run(Fake(), None, range(1), callbacks=[jdp.every(1, lambda state: True)], log=[log])
+    assert logged == [{"loss", "steps_per_s"}]
+
+
 def test_an_error_says_after_which_step_and_closes_the_logs(tmp_path):
     def broken():
         yield from range(3)
