@@ -425,7 +425,7 @@ def test_keys_and_model_state_may_be_shapes():
     given |= {"probes": 0, "compile_best": 1, "cache": False, "microbatches": [32]}
     compiled = plan(full, params, batch, TX, remats=(False,), **given)
     assert compiled.rows[0].source == "compiled"
-    assert compiled.rows[0].memory == pytest.approx(arrays.rows[0].memory, rel=0.05)
+    assert compiled.rows[0].memory == pytest.approx(arrays.rows[0].memory, rel=0.1)
 
 
 def test_an_optimizer_with_state_that_is_never_used():
