@@ -121,6 +121,22 @@ def test_a_guess_counts_products_and_what_is_kept():
     assert guess(loss_fn, params, batch, microbatch=32, remat=True).kept < found.kept
 
 
+def test_products_of_16_bits_take_the_time_of_16_bits():
+    params, batch = mlp()
+    half = jdp.compute_in(loss_fn, jnp.bfloat16)
+
+    def within(params, batch):
+        return loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch)
+
+    wide, narrow = (guess(f, params, batch, microbatch=32) for f in (loss_fn, half))
+    assert (wide.narrow, narrow.narrow) == (0, wide.flops)
+    assert guess(within, params, batch.astype(jnp.bfloat16), microbatch=32).narrow == wide.flops
+    chip = CHIPS["h100"]._replace(flops={"f32": 1e6, "bf16": 1e8})
+    given = {"compile_best": 0, "probes": 0, "chip": chip, "microbatches": [32]}
+    slow, quick = (plan(f, params, batch, TX, **given).rows[0] for f in (loss_fn, half))
+    assert slow.step_us == pytest.approx(100 * quick.step_us, rel=0.01)
+
+
 def test_losses_with_keys_state_and_means_are_guessed():
     params, batch = mlp()
 
