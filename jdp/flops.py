@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
-def flops(jaxpr: ClosedJaxpr | Jaxpr, devices: int) -> float:
+def flops(jaxpr: ClosedJaxpr | Jaxpr, devices: int, *, narrow: bool = False) -> float:
     """FLOPs of one device.
 
     A product inside of `jax.shard_map` is what each device does; one outside is of whole arrays,
@@ -23,6 +23,7 @@ def flops(jaxpr: ClosedJaxpr | Jaxpr, devices: int) -> float:
     Args:
         jaxpr: The traced program.
         devices: Devices that it runs on.
+        narrow: Only those whose operands have 16 bits or fewer.
 
     Example:
         >>> product = jax.make_jaxpr(lambda x, y: x @ y)(jnp.ones((8, 16)), jnp.ones((16, 4)))
@@ -30,11 +31,14 @@ def flops(jaxpr: ClosedJaxpr | Jaxpr, devices: int) -> float:
         512.0
     """
     inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
-    return sum(_of(eqn, devices) for eqn in inner.eqns)
+    return sum(_of(eqn, devices, narrow) for eqn in inner.eqns)
 
 
-def _of(eqn: Any, devices: int) -> float:
+def _of(eqn: Any, devices: int, narrow: bool) -> float:
     name, params = eqn.primitive.name, eqn.params
+    product = name in ("dot_general", "conv_general_dilated")
+    if product and narrow and any(x.aval.dtype.itemsize > 2 for x in eqn.invars):
+        return 0.0
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         shape = eqn.invars[0].aval.shape
@@ -44,11 +48,13 @@ def _of(eqn: Any, devices: int) -> float:
         out = params["dimension_numbers"].rhs_spec[0]
         return 2.0 * eqn.outvars[0].aval.size * (weights.size / weights.shape[out]) / devices
     if name == "cond":
-        return max((flops(branch, devices) for branch in params["branches"]), default=0.0)
+        return max(
+            (flops(branch, devices, narrow=narrow) for branch in params["branches"]), default=0.0
+        )
     if name == "shard_map":
-        return flops(params["jaxpr"], 1)
+        return flops(params["jaxpr"], 1, narrow=narrow)
     times = params["length"] if name == "scan" else 1
-    return times * sum(flops(inner, devices) for inner in _inner(params))
+    return times * sum(flops(inner, devices, narrow=narrow) for inner in _inner(params))
 
 
 def _inner(params: dict[str, Any]) -> list[Any]:

@@ -233,12 +233,11 @@ def _rows(job: Job, ways: Sequence[Strategy], known: Mapping[Any, Guess | Probe]
 
 def _scale(job: Job, known: Mapping[Any, Guess | Probe]) -> float:
     """How much longer compute takes than formulas say, by the probes that have times."""
-    dtype = getattr(job.loss_fn, "compute_dtype", None)
     scales = []
     for name, found in known.items():
         base = known[name[-2:]]
         if isinstance(found, Probe) and isinstance(base, Guess):
-            scale = scale_of(job.sizes, base, found, job.chip, dtype)
+            scale = scale_of(job.sizes, base, found, job.chip)
             scales += [] if scale is None else [scale]
     return statistics.median(scales) if scales else 1.0
 

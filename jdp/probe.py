@@ -148,11 +148,19 @@ def with_stage(
 
 
 class Guess(NamedTuple):
-    """What is known of a microbatch without a compiler: bytes kept, FLOPs, bytes of all results."""
+    """What is known of a microbatch without a compiler.
+
+    Attributes:
+        kept: Bytes that the backward pass finds kept.
+        flops: Of its products.
+        bytes_moved: Bytes of all results, each once written and once read.
+        narrow: Of the FLOPs, those of products of 16 bits.
+    """
 
     kept: int
     flops: float
     bytes_moved: float
+    narrow: float = 0.0
 
 
 def guess(
@@ -189,7 +197,8 @@ def guess(
     def local(params: Any, rows: Any, given: Any) -> jax.Array:
         kept = jax.make_jaxpr(lambda p: jax.vjp(lambda p: chosen(p, rows, given), p)[1])(params)
         both = jax.make_jaxpr(jax.grad(chosen))(params, rows, given)
-        seen.append(Guess(_kept(kept.jaxpr), flops(both, 1), _results(both.jaxpr)))
+        narrow = flops(both, 1, narrow=True)
+        seen.append(Guess(_kept(kept.jaxpr), flops(both, 1), _results(both.jaxpr), narrow))
         return jnp.zeros(())
 
     mesh = make_mesh(axes, (1,) * len(axes), devices=jax.devices()[:1])

@@ -118,7 +118,7 @@ def step_seconds(sizes: Sizes, base: Guess, s: Setting, scale: float = 1.0) -> S
         s: The setting.
         scale: How much longer compute takes than at the chip's peak, if compilers told.
     """
-    products, traffic = (s.microbatches * x for x in _compute(base, s.chip, s.compute_dtype))
+    products, traffic = (s.microbatches * x for x in _compute(base, s.chip))
     both = scale * _together(products, traffic, s.chip)
     split = s.split_over if s.stage else 1
     update = _update_bytes(sizes, split, s) / s.chip.memory_bytes_per_s
@@ -132,20 +132,21 @@ def step_seconds(sizes: Sizes, base: Guess, s: Setting, scale: float = 1.0) -> S
     return Seconds(products, traffic, update, sent, sent - hidden, latency, host, both)
 
 
-def scale_of(sizes: Sizes, base: Guess, found: Probe, chip: Chip, dtype: Any) -> float | None:
+def scale_of(sizes: Sizes, base: Guess, found: Probe, chip: Chip) -> float | None:
     """How much longer the compute of a probe takes than a guess says; `None` if it has no time."""
     if found.compute_us is None:
         return None
     state = held(sizes.opt_state, found.devices if found.stage else 1)
     update = (3.0 * sizes.param_bytes + 2.0 * state) / chip.memory_bytes_per_s
     each = max(0.0, 1e-6 * found.compute_us - update) / found.microbatches
-    return each / max(_together(*_compute(base, chip, dtype), chip), 1e-12)
+    return each / max(_together(*_compute(base, chip), chip), 1e-12)
 
 
-def _compute(base: Guess, chip: Chip, dtype: Any) -> tuple[float, float]:
-    """Seconds of a microbatch's products at the chip's peak, and of its traffic."""
-    kind = "bf16" if dtype is not None and chip.platform != "cpu" else "f32"
-    return base.flops / chip.flops[kind], base.bytes_moved / chip.memory_bytes_per_s
+def _compute(base: Guess, chip: Chip) -> tuple[float, float]:
+    """Seconds of a microbatch's products at the chip's peaks, and of its traffic."""
+    wide = base.flops - base.narrow
+    products = wide / chip.flops["f32"] + base.narrow / chip.flops["bf16"]
+    return products, base.bytes_moved / chip.memory_bytes_per_s
 
 
 def _together(products: float, traffic: float, chip: Chip) -> float:

@@ -175,7 +175,7 @@ def strategies(
     Example:
         >>> found = strategies(optax.sgd(0.1), rows=4, devices=2, remats=[False], wires=["exact"])
         >>> print(*list(found)[-2:], sep="; ")
-        zero2 on 2, 2 x 1 rows; zero3 on 2, 2 x 1 rows
+        zero2 on 2, 2 x 1 row; zero3 on 2, 2 x 1 row
     """
     _check_ways(microbatches, remats, wires)
     counts = [n for n in range(1, devices + 1) if devices % n == 0 and rows % n == 0]

@@ -19,9 +19,10 @@ from jdp.memory import memory_of
 from jdp.memory_model import predict
 from jdp.planned import Row, advice_on, ranked
 from jdp.planning import plan
-from jdp.probe import FEW, few_of, guess, probe, with_stage
+from jdp.probe import FEW, Guess, few_of, guess, probe, with_stage
 from jdp.sizes import Array, as_shapes, held, sizes_of, with_rows
 from jdp.split_advice import Transformer, describe, memory_of_split, splits
+from jdp.step_time import Setting, step_seconds
 from jdp.strategy import Strategy, strategies
 
 WIDTH = 64
@@ -96,6 +97,19 @@ def test_offload_moves_the_state_to_the_host():
     assert away.opt_state < 0.2 * here.opt_state  # biases stay, they are small
 
 
+def test_the_memory_of_rounding_wires_is_not_less_than_what_is_compiled():
+    params, batch = mlp(layers=4)
+    s = next(s for s in ways(microbatches=[4], wires=["power_sgd"]) if s.stage == 1)
+    sizes, base = sizes_of(params, TX, batch), guess(loss_fn, params, batch, microbatch=4)
+    given = {"stage": 1, "devices": 8, "rows": 4, "microbatches": 1, "platform": "cpu"}
+    exact, predicted = (predict(sizes, base, wire=w, **given) for w in ("exact", "power_sgd"))
+    assert predicted.opt_state - exact.opt_state == 4 * sizes.numbers  # what is not sent yet
+    s, mesh = s._replace(optimizer=TX), s.mesh()
+    state, rows = jdp.init_state(as_shapes(params), s.tx, mesh), with_rows(batch, 32)
+    total = memory_of(s.step(loss_fn, mesh).lower(state, rows).compile(), state, rows).total
+    assert exact.total < total <= predicted.total < 1.3 * total
+
+
 def test_a_guess_counts_products_and_what_is_kept():
     params, batch = mlp(layers=3)
     found = guess(loss_fn, params, batch, microbatch=32)
@@ -105,6 +119,22 @@ def test_a_guess_counts_products_and_what_is_kept():
     row = guess(loss_fn, params, batch, microbatch=1)
     assert row.kept < WIDTH**2 * 4  # parameters are not kept anew
     assert guess(loss_fn, params, batch, microbatch=32, remat=True).kept < found.kept
+
+
+def test_products_of_16_bits_take_the_time_of_16_bits():
+    params, batch = mlp()
+    half = jdp.compute_in(loss_fn, jnp.bfloat16)
+
+    def within(params, batch):
+        return loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch)
+
+    wide, narrow = (guess(f, params, batch, microbatch=32) for f in (loss_fn, half))
+    assert (wide.narrow, narrow.narrow) == (0, wide.flops)
+    assert guess(within, params, batch.astype(jnp.bfloat16), microbatch=32).narrow == wide.flops
+    chip = CHIPS["h100"]._replace(flops={"f32": 1e6, "bf16": 1e8})
+    given = {"compile_best": 0, "probes": 0, "chip": chip, "microbatches": [32]}
+    slow, quick = (plan(f, params, batch, TX, **given).rows[0] for f in (loss_fn, half))
+    assert slow.step_us == pytest.approx(100 * quick.step_us, rel=0.01)
 
 
 def test_losses_with_keys_state_and_means_are_guessed():
@@ -211,6 +241,34 @@ def test_every_kind_is_enumerated():
     assert {s.devices for s in fewer} == {1, 2, 4, 8}
     assert {(s.stage, s.wire) for s in fewer} == {(0, "exact")}
     assert all(s.microbatch * s.microbatches * s.devices == 64 for s in every)
+
+
+def sent(wire="exact", dtype=jnp.float32, microbatches=1, **changes):
+    """Seconds on a wire that has no latency, of 16 devices on 2 nodes."""
+    link = Link(1e9, 0.0, "")
+    chip = CHIPS["h100"]._replace(inner=link, outer=link._replace(bytes_per_s=1e8))
+    given = {"stage": 0, "nodes": 2, "split_over": 16, "hierarchical": False} | changes
+    setting = Setting(
+        devices=16, microbatches=microbatches, wire=wire, offload=False, chip=chip, **given
+    )
+    params = {
+        "w": jax.ShapeDtypeStruct((1000, 1000), dtype),
+        "b": jax.ShapeDtypeStruct((8,), dtype),
+    }
+    sizes = sizes_of(params, TX, jnp.ones((8, 4)))
+    return step_seconds(sizes, Guess(0, 0.0, 0.0), setting).sent
+
+
+def test_what_is_sent_follows_from_dtype_and_wire():
+    assert sent("bfloat16") == pytest.approx(0.5 * sent())
+    assert sent(dtype=jnp.bfloat16) == pytest.approx(0.5 * sent())
+    assert sent("bfloat16", dtype=jnp.bfloat16) == pytest.approx(sent(dtype=jnp.bfloat16))
+    assert sent(microbatches=4, dtype=jnp.bfloat16) == sent(dtype=jnp.bfloat16)
+    assert sent("power_sgd") == pytest.approx(sent() * (4 * 2000 + 8) / (1e6 + 8))
+    # within nodes it is exact: 2 x 7/8 of 4 MB at 1 GB/s; between them half of an eighth
+    within, between = 1.75 * 4.000032e6 / 1e9, 4.000032e6 / 8 / 1e8
+    assert sent(hierarchical=True) == pytest.approx(within + between)
+    assert sent("bfloat16", hierarchical=True) == pytest.approx(within + between / 2)
 
 
 def test_the_most_devices_that_divide_the_batch_are_tried_every_way():
@@ -383,7 +441,7 @@ def test_keys_and_model_state_may_be_shapes():
     given |= {"probes": 0, "compile_best": 1, "cache": False, "microbatches": [32]}
     compiled = plan(full, params, batch, TX, remats=(False,), **given)
     assert compiled.rows[0].source == "compiled"
-    assert compiled.rows[0].memory == pytest.approx(arrays.rows[0].memory, rel=0.05)
+    assert compiled.rows[0].memory == pytest.approx(arrays.rows[0].memory, rel=0.1)
 
 
 def test_an_optimizer_with_state_that_is_never_used():
