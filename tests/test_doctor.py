@@ -78,11 +78,11 @@ def test_the_parts_add_up_and_are_told_in_text_and_json():
     assert "Slowest replica" not in text  # of replicas that share cores it says nothing
     assert "Slowest replica" in str(found._replace(shares_cores=False))
     assert repr(found) == text  # and no arrays
-    console = Console(width=60, file=io.StringIO())
+    console = Console(width=80, file=io.StringIO())
     console.print(found)
     lines = console.file.getvalue().splitlines()
-    assert max(map(len, lines)) <= 60
-    assert any(line.startswith("Does it pay?") for line in lines)
+    assert max(map(len, lines)) <= 80 < max(map(len, text.splitlines()))
+    assert [line.rstrip() for line in lines] == found._text(80).splitlines()
 
 
 def test_a_slow_loader_is_what_is_named_first():
