@@ -99,12 +99,7 @@ class Links(NamedTuple):
         return cls(tuple(rows), axes, **ends, seconds=told["seconds"], notes=tuple(told["notes"]))
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __rich__(self) -> Any:
-        from rich.text import Text
-
-        return Text(str(self))
+        return str(self)  # in a terminal or a notebook, too
 
     def __str__(self) -> str:
         lines = [("axis", "collective", "devices", "latency", "rate", "fit within")]

@@ -108,12 +108,7 @@ class Machine(NamedTuple):
         return cls(**told)
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __rich__(self) -> Any:
-        from rich.text import Text
-
-        return Text(str(self))
+        return str(self)  # in a terminal or a notebook, too
 
     def __str__(self) -> str:
         told = [(name, version) for name, version in self.versions.items()]

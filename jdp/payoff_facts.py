@@ -11,7 +11,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -104,7 +104,9 @@ def here(
         every=asked.every,
         again=max(scatters, default=1),
         doubt=max(min(off, 1.0), _DOUBT_ON_SHARED_CORES if shares_cores(mesh) else _DOUBT),
-        accumulated=functools.partial(_accumulated_seconds, step, state) if optimizer else None,
+        accumulated=functools.partial(_accumulated_seconds, step, state)
+        if optimizer and not _stage(state)
+        else None,
     )
     if not timed or asked.local:
         return facts
@@ -245,6 +247,12 @@ def _stage(state: Any) -> int:
     """The ZeRO stage of a state; 0 for none."""
     placement = find_placement(state.opt_state)
     return 0 if placement is None else int(placement.stage)
+
+
+def ring_bytes(found: Sequence[tuple[str, int]], replicas: int) -> float:
+    """Bytes that a device sends around a ring."""
+    ring = (replicas - 1) / replicas
+    return ring * sum(size * (2 if kind == "all-reduce" else 1) for kind, size in found)
 
 
 def memory_rate_of(mesh: Mesh) -> float:

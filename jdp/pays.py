@@ -12,7 +12,7 @@ does not, and what a technique does to the loss.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,22 +22,22 @@ from jax.sharding import Mesh
 from jdp.asked import sends
 from jdp.chain import wire_code
 from jdp.hardware import Link
+from jdp.hierarchy import hierarchical
 from jdp.links import Links
-from jdp.payoff import LEAST, Change, Payoff, ms, predicted, refused, show
+from jdp.payoff import LEAST, Change, Payoff, ms, predicted, refused
 from jdp.payoff_facts import (
     Facts,
     exchange,
     here,
     on_target,
     reduction,
+    ring_bytes,
     scattering,
     silent_seconds,
 )
 from jdp.power import power_sgd
 from jdp.reduce import all_reduce
 from jdp.train import TrainStep
-
-__all__ = ["Payoff", "pays", "show"]
 
 EVERY = 4  # batches that `jdp.multi_steps` is tried with
 
@@ -54,6 +54,7 @@ _TRANSFORMS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "bfloat16 wire": lambda: all_reduce(wire_dtype=jnp.bfloat16),
     "int8 wire": lambda: all_reduce(wire_dtype=jnp.int8, error_feedback=True),
     "PowerSGD, rank 4": lambda: power_sgd(rank=4),
+    "hierarchical": lambda: hierarchical(across_wire_dtype=jnp.bfloat16),
 }
 
 
@@ -199,22 +200,16 @@ def _sending_less(facts: Facts, state: Any, mesh: Mesh, memory_rate: float | Non
     return rows
 
 
-def _bytes(found: Sequence[tuple[str, int]], replicas: int) -> float:
-    """Bytes that a device sends around a ring."""
-    ring = (replicas - 1) / replicas
-    return ring * sum(size * (2 if kind == "all-reduce" else 1) for kind, size in found)
-
-
 def _less(facts: Facts, what: str, state: Any, mesh: Mesh) -> tuple[float, float]:
     """Seconds of all collectives, by the model, and bytes sent, with a technique."""
     then = sends(reduction(_transform(facts, what), state, mesh)[0])
     seconds = lambda found: sum(facts.seconds(*one) for one in found)  # noqa: E731
     if not facts.stage:
-        return seconds(then), _bytes(then, facts.replicas)
+        return seconds(then), ring_bytes(then, facts.replicas)
     # of a stage only what is exchanged of the gradients changes, as often as it is exchanged
     now = sends(reduction(_present(facts), state, mesh)[0])
     spared = facts.again * (seconds(now) - seconds(then))
-    less = facts.again * (_bytes(now, facts.replicas) - _bytes(then, facts.replicas))
+    less = facts.again * (ring_bytes(now, facts.replicas) - ring_bytes(then, facts.replicas))
     return max(0.0, facts.modelled - spared), facts.sent - less
 
 
@@ -291,8 +286,7 @@ def _stages(facts: Facts, state: Any, mesh: Mesh) -> list[Payoff]:
         codes[0] = (f"optax.chain({now}, jdp.zero1(inner))", now)
     elif now and not facts.stage:
         codes = [(code, f"optax.chain({now}, inner)") for code, _ in codes]
-    rows = []
-    scattered = None
+    rows, scattered = [], None
     for number, code in enumerate(codes, 1):
         what, why = f"ZeRO {number}", ""
         if facts.replicas == 1:
@@ -319,10 +313,10 @@ def _scattered(
     found = sends(reduction(scatters, state, mesh)[0])
     gathers = [one for one in found if one[0] == "all-gather"]
     gather = sum(facts.seconds(*one) for one in gathers)
-    more = _bytes(gathers, facts.replicas)
+    more = ring_bytes(gathers, facts.replicas)
     if facts.stage:
         return Change(), facts.sent, _exposed(facts, gather), more
-    modelled, sent = sum(facts.seconds(*one) for one in found), _bytes(found, facts.replicas)
+    modelled, sent = sum(facts.seconds(*one) for one in found), ring_bytes(found, facts.replicas)
     if behind and facts.parts.reduces is None:  # gradients come averaged: updates are gathered
         modelled, sent = facts.modelled + gather, facts.sent + more
     saved = Change(facts.exposed - _exposed(facts, modelled))
@@ -375,7 +369,10 @@ def _accumulating(facts: Facts) -> Payoff:
         if change.gain < LEAST * facts.step:
             why = f"summing up and updating take {ms(1e3 * then)}, where updating takes "
             why += ms(1e3 * facts.optimizer)
-    return predicted(facts, "accumulation", code, change, facts.sent / fewer, why=why)
+    row = predicted(facts, "accumulation", code, change, facts.sent / fewer, why=why)
+    if row.pays and facts.accumulated is None and facts.every == 1:
+        row = row._replace(pays=None, why="cannot tell: what summing up takes was not timed")
+    return row
 
 
 def _fewer_rounds(facts: Facts) -> Payoff:
@@ -400,4 +397,4 @@ def _hierarchical(facts: Facts) -> Payoff:
     # the model has plain all-reduces go by node already: a narrower wire between them is the gain
     saved = facts.exposed - _exposed(facts, facts.modelled - facts.crossing / 2)
     sent = facts.sent - facts.grads * facts.nodes / facts.replicas * (1 - 1 / facts.nodes)
-    return predicted(facts, "hierarchical", code, Change(saved), sent)
+    return _payoff_of_saving(facts, "hierarchical", code, saved, lambda: 0.0, sent)

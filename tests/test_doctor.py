@@ -351,7 +351,7 @@ def test_the_machine_is_examined_and_read_back():
     missing = found._replace(problems=("no jaxlib",))
     assert not missing.complete
     assert "PROBLEM: no jaxlib" in str(missing)
-    console = Console(width=80, file=io.StringIO())
+    console = Console(width=60, file=io.StringIO())
     console.print(found._replace(notes=("[bold]axis[/bold]",)))
     assert "[bold]axis[/bold]" in console.file.getvalue()
     assert "Everything that is needed is here." in console.file.getvalue()

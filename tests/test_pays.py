@@ -14,9 +14,9 @@ from jdp.findings import Facts, find, show
 from jdp.hardware import Link
 from jdp.hlo import parse
 from jdp.payoff import Change, predicted
+from jdp.payoff import show as show_payoffs
 from jdp.payoff_facts import Facts as PredictionFacts
 from jdp.pays import Payoff, pays
-from jdp.pays import show as show_payoffs
 from jdp.sent import Sent
 from jdp.silent import silence, silence_program
 
@@ -280,7 +280,7 @@ def test_a_forecast_that_may_be_off_by_more_than_it_gains_is_none(facts, change,
 @pytest.fixture
 def untimed(monkeypatch):
     """Nothing is compiled to be timed: for what does not depend on times."""
-    monkeypatch.setattr("jdp.payoff_facts._update_seconds", lambda *a, **b: (0.0, 0.0))
+    monkeypatch.setattr("jdp.payoff_facts._update_seconds", lambda *a, **b: (1e-6, 0.0))
     monkeypatch.setattr("jdp.pays.silent_seconds", lambda *given: 0.0)
 
 
@@ -341,6 +341,8 @@ def test_a_stage_that_is_there_already_is_not_proposed(untimed):
     assert rows["PowerSGD, rank 4"].argument == chained
     step, state, batch = _step(TRANSFORMS["zero3"]())
     rows = by_name(pays(step, state, batch, links=link, step_seconds=1.0, exposed_seconds=0.8))
+    assert rows["accumulation"].pays is None
+    assert "what summing up takes was not timed" in rows["accumulation"].why
     assert "zero3 reduces gradients itself" in rows["PowerSGD, rank 4"].why
 
 
