@@ -13,7 +13,7 @@ Arms read the same number of batches, each in its own order:
 
 CPU time is this process's, without the workers'; it is the figure to compare when others use the
 machine. Then the order alone (CPU µs a batch, for datasets of 10^4 to 10^12 examples), and `pace`
-of a training loop whose transform sleeps: known truth for the share of time that it is said to wait.
+of a loop whose transform sleeps: known truth for the share of time that it is said to wait.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ def test_columns_may_be_memory_mapped_and_nested(tmp_path):
             assert (example["x"] == np.repeat(rows[i], 1000)).all()
             assert (example["in"]["f"] == example["x"]).all()
             assert example["in"]["y"] == i
+            assert isinstance(example["in"]["y"], np.integer)  # a jax.Array would be a program
     assert _epoch(source, "x")[:, ::1000].tolist() == rows.tolist()
     # a view is not where its file says it is
     assert _sent(Columns({"x": x[3:]}))[0]["x"][0] == rows[3, 0]
