@@ -26,6 +26,7 @@ import jdp
 from jdp import loading
 from jdp.batches import Batches
 from jdp.loading import Pace
+from jdp.reads import fingerprint
 from jdp.shuffle import shuffled
 from jdp.sources import Columns
 
@@ -637,12 +638,39 @@ def test_examples_that_make_no_batch_are_refused(examples, error, said):
         _batches(source=examples, shuffle=False).at(0)
 
 
+def _changed(index):
+    ids = np.arange(37)
+    ids[index] += 1
+    return Columns({"id": ids, "x": np.arange(37, dtype=np.float32)[:, None]})
+
+
+def test_a_fingerprint_tells_examples_apart_by_names_types_and_values():
+    leaves = [
+        0,
+        1,
+        0.0,
+        "0",
+        "1",
+        b"0",
+        [0],
+        [0, 1],
+        [[0], [0, 1]],
+        [[0], [0, 2]],
+        np.int8(0),
+        None,
+    ]
+    examples = [{"x": leaf} for leaf in leaves] + [{"y": 0}, {"x": {"x": 0}}]
+    prints = [fingerprint([example], 1) for example in examples]
+    assert len(set(prints)) == len(prints)
+    assert prints == [fingerprint([example], 1) for example in examples]
+
+
 def test_positions_of_other_data_are_refused():
     batches = _batches(epochs=2)
     state = batches.state()
     for change, said in (
         ({"source": _source(36)}, "length 37, this length 36. The dataset has grown or shrunk"),
-        ({"source": Columns({"id": np.arange(37) + 1})}, "fingerprint .*Some examples are others"),
+        ({"source": _changed(36)}, "fingerprint .*Some examples are others"),
         ({"batch": 8}, "batch 16, this batch 8. A step would be another part"),
         ({"seed": 4}, "seed 3, this seed 4. The order would be another"),
         ({"shuffle": False}, "shuffle True, this shuffle False"),

@@ -47,6 +47,7 @@ def test_columns_may_be_memory_mapped_and_nested(tmp_path):
             assert (example["x"] == np.repeat(rows[i], 1000)).all()
             assert (example["in"]["f"] == example["x"]).all()
             assert example["in"]["y"] == i
+            assert isinstance(example["in"]["y"], np.integer)  # a jax.Array would be a program
     assert _epoch(source, "x")[:, ::1000].tolist() == rows.tolist()
     # a view is not where its file says it is
     assert _sent(Columns({"x": x[3:]}))[0]["x"][0] == rows[3, 0]
@@ -64,19 +65,20 @@ def test_columns_that_are_none():
 
 @pytest.mark.parametrize("kind", ["raw", "npy"])
 def test_every_token_but_the_first_is_a_target_once(tmp_path, kind):
-    ids, path = np.arange(41, dtype=np.uint16), tmp_path / f"ids.{kind}"
+    ids, path = np.arange(4001, dtype=np.uint16), tmp_path / f"ids.{kind}"
     np.save(path, ids) if kind == "npy" else ids.tofile(path)
     source = TokenFile(path, 4)
     assert len(source[0]["tokens"]) == 5  # opens the map
     source = _sent(source)
     assert len(pickle.dumps(source)) < 500  # a path, not the file
     rows = _epoch(source, "tokens")
-    assert rows[:, 1:].reshape(-1).tolist() == list(range(1, 41))
+    assert rows[:, 1:].reshape(-1).tolist() == list(range(1, 4001))
     assert (rows[:, 1:] - rows[:, :-1] == 1).all()
-    assert len(TokenFile(path, 7)) == 5  # 5 ids left over
-    assert len(TokenFile(path, 40)) == 1
-    with pytest.raises(ValueError, match=r"give no window of length 41"):
-        TokenFile(path, 41)
+    assert len(TokenFile(path, 7)) == 571  # 3 ids left over
+    assert len(TokenFile(path, 4000)) == 1
+    for length in (4001, 0):
+        with pytest.raises(ValueError, match=f"give no window of length {length}"):
+            TokenFile(path, length)
 
 
 def test_token_files_that_cannot_be_read(tmp_path):
@@ -164,7 +166,9 @@ def test_parquet_rows_in_groups_of_several_files(tmp_path):
 def test_parquet_files_that_cannot_be_read(tmp_path):
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"id": np.random.default_rng(0).integers(0, 2**31, 1000)})
-    parquet.write_table(table, path, row_group_size=100, write_page_checksum=True)
+    # nothing but the checksum can tell a damaged number in a plain page
+    plain = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    parquet.write_table(table, path, row_group_size=100, **plain)
     source = Parquet(path, columns="id")
     first, whole = source[0], bytearray(path.read_bytes())
     with pytest.raises(IndexError, match="rows 0 to 999, and no row 1000"):

@@ -12,7 +12,7 @@ import time
 import pytest
 from dying import Read
 
-from jdp.workers import _as_failure, in_processes, in_threads
+from jdp.workers import _as_failure, _pickled, in_processes, in_threads
 
 
 def _dies(how, path):
@@ -83,6 +83,7 @@ def test_e15_what_is_sent_to_workers_may_be_a_lambda_or_is_refused(monkeypatch):
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"cannot send its source and transforms .* use threads="):
         next(in_processes(lambda k: lock, range(1), 1))
+    assert pickle.loads(_pickled(lambda k: k + 1))(1) == 2
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(TypeError, match=r"pip install cloudpickle, which sends lambdas too"):
         next(in_processes(lambda k: k, range(1), 1))
