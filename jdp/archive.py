@@ -1,6 +1,6 @@
 """Arrays of a tree written to a folder and read back, through Orbax.
 
-    leaves, values  --write-->  folder, in the background  --done()-->  files, checked off
+    leaves, values  --write-->  copies on the host  --done()-->  folder, its files checked off
     folder, saved leaves, wanted values  --read-->  values where the wanted ones lie
 
 What is stored are arrays of logical shapes by their paths: no padding, nothing of a mesh or a
@@ -54,7 +54,7 @@ def at(path: Any) -> Any:
 
 
 def write(folder: Any, leaves: Sequence[Leaf], values: Sequence[Any]) -> Callable[[], None]:
-    """Copies values to the host and begins to write them to a folder that is not there yet.
+    """Copies values to the host, to be written to a folder that is not there yet.
 
     Returns when the values may be overwritten, as a donating step does.
 
@@ -64,32 +64,43 @@ def write(folder: Any, leaves: Sequence[Leaf], values: Sequence[Any]) -> Callabl
         values: Arrays, `Padded` and `PerReplica` nodes.
 
     Returns:
-        A function that waits until all processes have written, and raises what went wrong.
+        A function that writes, or waits until all processes have written, and raises what went
+        wrong; for another thread.
     """
     ocp = orbax()
+    plain = _on_host(leaves, values) if jax.process_count() == 1 else _in_place(leaves, values)
     arrays = {
         leaf.path: array
-        for leaf, array in zip(leaves, _plain(leaves, values), strict=True)
+        for leaf, array in zip(leaves, plain, strict=True)
         if array.size  # Orbax stores nothing of size 0, and there is nothing to store
     }
+    args = ocp.args.PyTreeSave(arrays or {"nothing": np.zeros(1)})
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_processes(ocp))
+    if jax.process_count() == 1:  # the caller pays nothing but the copy
+
+        def save() -> None:
+            with ocp.Checkpointer(handler) as checkpointer:
+                checkpointer.save(folder, args=args)
+
+        return save
     checkpointer = ocp.AsyncCheckpointer(
-        ocp.PyTreeCheckpointHandler(multiprocessing_options=_processes(ocp)),
+        handler,
         async_options=ocp.AsyncOptions(timeout_secs=600),
         multiprocessing_options=_processes(ocp),
     )
     try:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(arrays or {"nothing": np.zeros(1)}))
+        checkpointer.save(folder, args=args)
     except BaseException:
         checkpointer.close()
         raise
 
-    def done() -> None:
+    def wait() -> None:
         try:
             checkpointer.wait_until_finished()
         finally:
             checkpointer.close()
 
-    return done
+    return wait
 
 
 def _processes(ocp: Any) -> Any:
@@ -103,13 +114,21 @@ def _processes(ocp: Any) -> Any:
     )
 
 
-def _plain(leaves: Sequence[Leaf], values: Sequence[Any]) -> list[Any]:
-    """Plain arrays of the shapes that are stored."""
+def _on_host(leaves: Sequence[Leaf], values: Sequence[Any]) -> list[np.ndarray]:
+    """Copies of logical shapes, put together on the host: no device ever holds a whole one."""
     values = [value.value if is_per_replica(value) else value for value in values]
-    if jax.process_count() > 1:  # no process has all parts
-        values = logical(values)
-    else:  # put together on the host: no device ever holds a whole one
-        values = [np.array(value) if is_padded(value) else value for value in values]
+    for array in map(stored_array, values):
+        if isinstance(array, jax.Array) and not jnp.issubdtype(array.dtype, jax.dtypes.extended):
+            array.copy_to_host_async()  # all at once, not one after the other
+    return [
+        np.asarray(jax.random.key_data(value) if leaf.key else value).copy()
+        for leaf, value in zip(leaves, values, strict=True)
+    ]
+
+
+def _in_place(leaves: Sequence[Leaf], values: Sequence[Any]) -> list[Any]:
+    """Arrays of logical shapes on the devices, of which each process writes its parts."""
+    values = logical([value.value if is_per_replica(value) else value for value in values])
     values = [
         jax.random.key_data(value) if leaf.key else value
         for leaf, value in zip(leaves, values, strict=True)

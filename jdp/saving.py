@@ -6,6 +6,7 @@ And a clock that strikes at the same step on all processes. Nothing here touches
 """
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import platform
@@ -134,6 +135,7 @@ def made_by(state: Any) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)

@@ -153,6 +153,7 @@ def test_e01_e12_resuming_is_not_stopping(name, tmp_path):
         again, _ = step(again, batch)
     assert bits(again) == bits(state)
     assert int(again.step) == 5
+    assert step._compiled._cache_size() == 1  # D05: restored arrays lie as those of init_state do
 
 
 def test_e08_what_replicas_keep_moves_as_their_mean(tmp_path):

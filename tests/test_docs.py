@@ -64,3 +64,13 @@ def test_the_guide_to_data(tmp_path, monkeypatch):
     names = _run("docs/data.md")
     assert names["again"].step == 30
     assert float(names["metrics"]["loss"]) < np.log(64)
+
+
+def test_the_guide_to_checkpoints(tmp_path, monkeypatch, capsys):
+    """Its code runs, resumes to the bit, and prints the difference that it shows."""
+    monkeypatch.chdir(tmp_path)
+    _run("docs/checkpoints.md")
+    said = " ".join(capsys.readouterr().out.replace(str(tmp_path) + "/", "").split())
+    text = (ROOT / "docs/checkpoints.md").read_text()
+    shown = text[text.index("    jdp.Checkpoints: step 6") : text.index("| a file was cut")]
+    assert " ".join(shown.split("\n\n")[0].split()) == said
