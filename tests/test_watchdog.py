@@ -5,6 +5,7 @@ to stop. What each of them must say and end with is checked; how long it takes i
 other has ended before `run` would have killed it.
 """
 
+import re
 import signal
 import socket
 import threading
@@ -306,3 +307,15 @@ def test_b06_the_first_of_many_lines_that_differs_is_found(first, second):
     texts = ["line 7777", "other"]
     assert found[0] == found[1]
     assert found[0] == f"Process 0 has {texts[first]!r}, process 1 has {texts[second]!r}."
+
+
+def test_the_guide_runs():
+    blocks = re.findall(
+        r"```python\n(.*?)```",
+        (cluster.ROOT / "docs" / "many_processes.md").read_text(),
+        flags=re.S,
+    )
+    names = {}
+    exec(compile("\n".join(blocks), "many_processes.md", "exec"), names)
+    assert (names["steps"], names["exit_code"]) == (100, 0)
+    assert float(names["metrics"]["loss"]) < 1e-3
