@@ -70,6 +70,8 @@ def join(
     leave = state.shutdown
 
     def shutdown() -> None:
+        state.shutdown = leave
+        watcher.note_end()
         leave()
         watcher.end()
 

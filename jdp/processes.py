@@ -71,7 +71,7 @@ def initialize(
         vanished_seconds: Within which the others have ended after one has vanished. None: the
             environment's JDP_VANISHED_SECONDS, or 60.
         stuck_seconds: Without a step of any process, after which all end. None: the environment's
-            JDP_STUCK_SECONDS, or 600.
+            JDP_STUCK_SECONDS, or 540.
 
     Raises:
         ValueError: If the arguments are half given, disagree with each other or with the cluster.

@@ -21,6 +21,7 @@ import os
 import re
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -35,10 +36,15 @@ from jax._src import api
 from jdp.launch import PEER_LOST, STUCK
 
 VANISHED_SECONDS = 60.0
-STUCK_SECONDS = 600.0  # as long as jdp.feed waits for a loader
+STUCK_SECONDS = 540.0  # a minute less than jdp.feed waits for a loader, so that a stack is seen
 
 _BEATS, _VERDICT = "jdp/beat/", "jdp/verdict"
 _SLICE_SECONDS = 0.25  # of one wait in C++: the end of the process is delayed by one at most
+_LIBRARIES = (
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    str(Path(__file__).parent),
+)
 # Of errors of XLA and gloo, which are RuntimeErrors or ValueErrors.
 _COMMUNICATION = re.compile(r"gloo|nccl|rccl|connection|socket|UNAVAILABLE|DEADLINE_EXCEEDED", re.I)
 
@@ -125,7 +131,9 @@ class Watchdog:
         self._client, self._me = state.client, state.process_id
         self._count = state.num_processes
         self._vanished, self._stuck = vanished_seconds, stuck_seconds
-        self._every = min(1.0, vanished_seconds / 10)
+        # Some thousand calls a second are nothing to the service, however many processes.
+        self._slice = max(_SLICE_SECONDS, self._count / 1000)
+        self._every = max(min(1.0, vanished_seconds / 10), self._count / 500)
         self._beat = 0
         self._heard: tuple[Beat | None, float] = (None, time.monotonic())
         self._stop, self._failed_at = threading.Event(), 0.0
@@ -135,11 +143,16 @@ class Watchdog:
 
     def start(self) -> None:
         """Starts the thread; from now on failures of this process are told to the others."""
+        _here.ended, _here.since = False, time.monotonic()
         self._post_beat()
         self._thread.start()
-        atexit.register(self._note_end)
+        atexit.register(self.note_end)
         before = sys.excepthook
         sys.excepthook = lambda kind, error, trace: self._fail(before, kind, error, trace)
+
+    def note_end(self) -> None:
+        """Tells that the program has ended, or leaves the run; the others may still work."""
+        _here.ended, _here.since = True, time.monotonic()
 
     def end(self) -> None:
         """Ends the thread, once the run is over for all."""
@@ -154,7 +167,7 @@ class Watchdog:
                     following = time.monotonic() + self._every
                     self._post_beat()
                     self._listen()
-                if verdict := self._verdict(_SLICE_SECONDS):
+                if verdict := self._verdict(self._slice):
                     self._obey(verdict)
             except jax.errors.JaxRuntimeError as error:
                 beating = self._lost(error)
@@ -175,6 +188,9 @@ class Watchdog:
                 self._heard = beat, time.monotonic()
             elif why := self._gone(beat, time.monotonic() - since):
                 self._judge(Verdict(_vanished(neighbour, beat, why), [neighbour], PEER_LOST))
+        elif time.monotonic() - self._heard[1] >= self._vanished / 2:
+            text = f"process {neighbour} has joined, but vanished before its first sign of life."
+            self._judge(Verdict(text, [neighbour], PEER_LOST))
         if self._me == 0 and time.monotonic() - _here.since >= self._stuck:
             found = self._client.key_value_dir_get(_BEATS)
             beats = {int(key.rpartition("/")[2]): Beat(*json.loads(x)) for key, x in found}
@@ -243,9 +259,6 @@ class Watchdog:
         _leave(PEER_LOST)
         return False
 
-    def _note_end(self) -> None:
-        _here.ended, _here.since = True, time.monotonic()
-
     def _fail(
         self,
         before: Any,
@@ -254,8 +267,8 @@ class Watchdog:
         trace: TracebackType | None,
     ) -> None:
         """The hook for an error that ends this process: shows it, and tells the others."""
-        if hasattr(sys, "ps1") or sys.flags.interactive:
-            before(kind, error, trace)  # and it goes on
+        if hasattr(sys, "ps1") or sys.flags.interactive or self._stop.is_set():
+            before(kind, error, trace)  # it goes on, or has left the run
             return
         if isinstance(error, RuntimeError | ValueError) and _COMMUNICATION.search(str(error)):
             # Probably the echo of another's end. If it is, its verdict ends this process.
@@ -333,7 +346,7 @@ def _place() -> str:
     while isinstance(frame, FrameType):
         path = Path(frame.f_code.co_filename)
         line = f"{path.name}:{frame.f_lineno} ({frame.f_code.co_name})"
-        if path.suffix == ".py" and not {"site-packages", "jdp", "lib"} & set(path.parts):
+        if path.suffix == ".py" and not str(path).startswith(_LIBRARIES):
             return line
         found = found or line
         frame = frame.f_back

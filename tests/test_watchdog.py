@@ -5,18 +5,23 @@ to stop. What each of them must say and end with is checked; how long it takes i
 other has ended before `run` would have killed it.
 """
 
+import json
+import re
 import signal
 import socket
+import sys
 import threading
 import time
+import types
 
 import cluster
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jdp
-from jdp import service, watchdog
+from jdp import processes, service, watchdog
 from jdp.launch import PEER_LOST, STOPPED, STUCK
 from jdp.watchdog import Beat, stalled
 
@@ -131,9 +136,82 @@ def test_b03_those_with_the_fewest_steps_and_nobody_to_wait_for_are_stuck(beats,
 
 
 def test_b03_a_channel_that_waits_for_others_says_so():
-    with watchdog.waiting("jdp.feed"):
-        assert watchdog._here.waits == ["jdp.feed"]
-    assert watchdog._here.waits == []
+    channel, seen = object.__new__(processes.Channel), []
+    channel._name, channel.base, channel._round = "jdp.feed", "", 0
+    channel.post = lambda text: None
+    channel._wait = lambda here: seen.append(list(watchdog._here.waits)) or {0: "said"}
+    assert channel.exchange("") == {0: "said"}
+    assert (seen, watchdog._here.waits) == ([["jdp.feed"]], [])
+
+
+def test_b03_a_step_of_jdp_is_noted_before_it_could_wait():
+    """Not the first, which compiles."""
+    tx, mesh = optax.chain(jdp.all_reduce(), optax.sgd(1.0)), jdp.make_mesh(num_devices=1)
+    step = jdp.train_step(lambda p, x: jnp.mean(p * x), tx, mesh)
+    state, before = jdp.init_state(jnp.ones(2), tx, mesh), watchdog._here.step
+    for _ in range(3):
+        state, _ = step(state, jnp.ones((2, 2)))
+    assert watchdog._here.step == before + 2
+
+
+class Store:
+    """What the watchdog needs of JAX's client: a dictionary, waiting for nothing."""
+
+    def __init__(self, **texts):
+        self.texts = {key.replace("_", "/"): text for key, text in texts.items()}
+
+    def key_value_try_get(self, key):
+        if key in self.texts:
+            return self.texts[key]
+        raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+
+    def key_value_set(self, key, text, allow_overwrite=False):
+        if key in self.texts and not allow_overwrite:
+            raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
+        self.texts[key] = text
+
+    def key_value_dir_get(self, folder):
+        return [(key, text) for key, text in self.texts.items() if key.startswith(folder)]
+
+
+@pytest.fixture
+def watch():
+    """A watchdog of process 1 of 3, over a dictionary, whose thread does not run."""
+    client = Store()
+    state = types.SimpleNamespace(client=client, process_id=1, num_processes=3)
+    return watchdog.Watchdog(state, 0.2, 1000.0), client.texts
+
+
+def test_b14_silence_is_noticed_where_no_pid_tells(watch):
+    dog, texts = watch
+    for number in (1, 2, 3):
+        texts["jdp/beat/2"] = json.dumps(BEAT._replace(number=number))
+        dog._listen()
+        time.sleep(0.11)
+    assert "jdp/verdict" not in texts
+    dog._listen()
+    text, about, code = json.loads(texts["jdp/verdict"])
+    assert text.startswith("process 2 (host, pid 7) vanished, last heard of in step 5: nothing has")
+    assert (about, code) == ([2], PEER_LOST)
+    dog._judge(watchdog.Verdict("later", [], 1))
+    assert json.loads(texts["jdp/verdict"])[0] == text
+
+
+def test_b14_a_process_that_never_gave_a_sign_is_noticed(watch):
+    dog, texts = watch
+    dog._listen()
+    assert texts == {}
+    time.sleep(0.11)
+    dog._listen()
+    assert "process 2 has joined, but vanished before its first sign" in texts["jdp/verdict"]
+
+
+def test_b14_errors_that_end_no_program_are_only_shown(watch, monkeypatch):
+    dog, texts = watch
+    shown = []
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    dog._fail(lambda *given: shown.append(given[1]), ValueError, ValueError("typo"), None)
+    assert (str(shown[0]), texts) == ("typo", {})
 
 
 @pytest.mark.parametrize("value", ["0.5", "soon", "-1", "nan"])
@@ -306,3 +384,15 @@ def test_b06_the_first_of_many_lines_that_differs_is_found(first, second):
     texts = ["line 7777", "other"]
     assert found[0] == found[1]
     assert found[0] == f"Process 0 has {texts[first]!r}, process 1 has {texts[second]!r}."
+
+
+def test_the_guide_runs():
+    blocks = re.findall(
+        r"```python\n(.*?)```",
+        (cluster.ROOT / "docs" / "many_processes.md").read_text(),
+        flags=re.S,
+    )
+    names = {}
+    exec(compile("\n".join(blocks), "many_processes.md", "exec"), names)
+    assert (names["steps"], names["exit_code"]) == (100, 0)
+    assert float(names["metrics"]["loss"]) < 1e-3
