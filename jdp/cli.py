@@ -115,6 +115,8 @@ class Plan:
                 target=self.target,
                 global_batch=self.global_batch,
                 compile_best=self.compile_best,
+                key=job.state.key,
+                model_state=job.state.model_state,
             )
         _show(found, self.json, self.html)
         return NO if found.best is None else OK

@@ -23,6 +23,22 @@ SCRIPT = """
 """
 
 
+KEYED = """
+    import jax, jax.numpy as jnp, numpy as np, optax, jdp
+
+    def loss_fn(params, batch, key, *, model_state):
+        noise = jax.random.normal(key, batch.shape)
+        loss = jnp.mean(((batch + noise) @ params["w"]) ** 2)
+        return loss, None, {"seen": model_state["seen"] + 1}
+
+    tx, mesh = optax.chain(jdp.all_reduce(), optax.sgd(0.01)), jdp.make_mesh()
+    step = jdp.train_step(loss_fn, tx, mesh)
+    params, seen = {"w": jnp.ones((256, 4))}, {"seen": jnp.zeros(())}
+    state = jdp.init_state(params, tx, mesh, key=jax.random.key(0), model_state=seen)
+    step(state, np.ones((8, 256), np.float32))
+"""
+
+
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -68,6 +84,12 @@ def test_plan_ranks_what_the_script_could_do(script, capsys):
     assert "Taken out of the script's transformation: all_reduce" in captured.err
     assert cli.main(["plan", str(script), "--compile-best", "1"]) == cli.OK
     assert "all_reduce" in capsys.readouterr().out
+
+
+def test_plan_hands_key_and_model_state_on(script, capsys):
+    script.write_text(textwrap.dedent(KEYED))
+    assert cli.main(["plan", str(script), "--compile-best", "1"]) == cli.OK
+    capsys.readouterr()
 
 
 def test_a_plan_that_finds_nothing_ends_with_a_code_of_its_own(script, monkeypatch, capsys):
