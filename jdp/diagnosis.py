@@ -164,13 +164,13 @@ class Diagnosis(NamedTuple):
         yield Text(self._text(options.max_width))
 
     def _text(self, width: int) -> str:
-        parts = [self._shares(), self._others(), judging.show(self.findings, width)]
+        parts = [self._shares(width), self._others(), judging.show(self.findings, width)]
         if self.payoffs:
             parts.append(paying.show(self.payoffs, width))
         parts += [fill(f"Note: {note}", width) for note in self.notes]
         return "\n\n".join(filter(None, parts))
 
-    def _shares(self) -> str:
+    def _shares(self, width: int) -> str:
         """The four parts of a step, with bars, and the check."""
         names = ("compute", "communication", "input", "host")
         shares = (self.compute_ms, self.communication_ms, self.input_ms, self.host_ms)
@@ -191,12 +191,13 @@ class Diagnosis(NamedTuple):
         if self.hidden_ms and not self.shares_cores:
             text += f"\nAnother {ms(self.hidden_ms)} of communication run under compute."
         if self.check is not None:
-            text += (
-                f"\nCheck: a step that is waited for takes {ms(self.check.step_ms)}, and "
+            added = self.check.added_ms
+            told = (
+                f"Check: a step that is waited for takes {ms(self.check.step_ms)}, and "
                 f"{ms(self.check.silent_ms)} without its communication: this adds "
-                + (ms(self.check.added_ms) if self.check.added_ms > 0 else "nothing to be seen")
-                + "."
+                f"{ms(added) if added > 0 else 'nothing to be seen'}."
             )
+            text += f"\n{fill(told, width)}"
         return text
 
     def _others(self) -> str:
