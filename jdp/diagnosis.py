@@ -154,7 +154,8 @@ class Diagnosis(NamedTuple):
     def __str__(self) -> str:
         cells = self.process_cells()
         others = [table(cells, numbers=(1, 2, 3, 4, 5))] if cells else []
-        shares = [table(self.share_cells(), numbers=(1, 2)), *self.remarks]
+        shares = [table(self.share_cells(), numbers=(1, 2))]
+        shares += [fill(x, WIDTH) for x in self.remarks]
         others += [self.straggler] if self.straggler else []
         parts = ["\n".join(shares), "\n".join(others), judging.show(self.findings)]
         if self.payoffs:

@@ -85,6 +85,7 @@ def here(
     collectives = walk(step.lower(state, batch).compile().as_text(), mesh).collectives
     sizes, sent = _sizes(state), sum(row.wire_bytes for row in collectives)
     optimizer = off = 0.0
+    doubt = _DOUBT_ON_SHARED_CORES if shares_cores(mesh) else _DOUBT
     if asked.every == 1 and not asked.local:  # else no update could be run alone
         optimizer, off = _update_seconds(step.recipe.tx, state, mesh)
     scatters = [row.times for row in collectives if row.kind in ("reduce-scatter", "all-to-all")]
@@ -103,7 +104,8 @@ def here(
         parts=asked,
         every=asked.every,
         again=max(scatters, default=1),
-        doubt=max(min(off, 1.0), _DOUBT_ON_SHARED_CORES if shares_cores(mesh) else _DOUBT),
+        doubt=max(min(off, 1.0), doubt),
+        off=doubt,
         accumulated=functools.partial(_accumulated_seconds, step, state)
         if optimizer and not _stage(state)
         else None,

@@ -120,7 +120,7 @@ def pays(
     else:
         mesh, memory_rate = step.mesh, None
         facts = here(step, state, batch, links, step_seconds or 0.0, exposed_seconds or 0.0)
-    facts = facts._replace(off=max(facts.doubt, off), idle=idle_seconds)
+    facts = facts._replace(off=max(facts.off, off), idle=idle_seconds)
     if facts.parts.local:
         return (_fewer_rounds(facts),)
     rows = [
