@@ -495,13 +495,14 @@ def test_a_library_that_leaves_is_an_error_that_names_the_example():
 
 def test_a_batch_unlike_the_first_is_named_by_its_step():
     batches = _batches(transform=lambda e: {"x": np.zeros(1 + e["id"] // 16)}, shuffle=False)
+    batches.restore(batches.state() | {"step": 1})
     loop = iter(batches)
     next(loop)
     with pytest.raises(
-        ValueError, match=r"jdp.Batches: leaf \['x'\] of batch 1 is float32\[16, 2\]"
+        ValueError, match=r"jdp.Batches: leaf \['x'\] of batch 2 is float32\[16, 3\]"
     ):
         next(loop)
-    assert batches.step == 1
+    assert batches.step == 2
 
 
 class Broken(list):
