@@ -42,6 +42,7 @@ def drill(monkeypatch):
 def _loses():
     import os
     import signal
+    import threading
     import time
 
     import jax.numpy as jnp
@@ -62,7 +63,12 @@ def _loses():
             if os.environ["HOW"] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if os.environ["HOW"] == "raise":
+                late = threading.Timer(0, lambda: mean(x))  # waits on the device for the other
+                late.start()
+                time.sleep(0.5)
                 raise OverflowError("too much")
+        if os.environ["HOW"] == "raise" and step == 3:
+            time.sleep(60)
         float(mean(x))
         if os.environ["HOW"] == "stuck" and me == int(os.environ["VICTIM"]) and step == 2:
             time.sleep(80)
@@ -84,7 +90,7 @@ def test_b14_a_killed_process_is_named_by_the_other(drill, victim):
 
 @pytest.mark.multiprocess
 def test_b14_the_others_are_told_the_error_of_the_first(drill):
-    other, failed = drill(_loses, VICTIM="1", HOW="raise")
+    other, failed = drill(_loses, VICTIM="1", HOW="raise", JDP_VANISHED_SECONDS="1000")
     assert failed.returncode == 1
     assert "OverflowError: too much" in failed.output
     assert "jdp: " not in failed.output
