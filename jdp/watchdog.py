@@ -8,8 +8,9 @@ that only waits does the work. Process i listens for process i + 1: gone from th
 silent for half of `vanished_seconds`. Process 0 compares steps: if no process has begun a step for
 `stuck_seconds`, those with the fewest are what the rest waits for.
 
-Nothing here restarts anything, and nothing is known about the work but `note_step` and `waiting`.
-Processes end with `os._exit`, since what they wait for in C++ cannot be interrupted.
+Nothing here restarts anything, and nothing is known about the work but what `note_step`,
+`note_alive` and `waiting` tell. Processes end with `os._exit`, since what they wait for in C++
+cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ _here = _Here()
 
 
 def note_step(step: int | None = None) -> None:
-    """Tells the watchdog that this process has begun a step, or is alive in some other way.
+    """Tells the watchdog that this process has begun a step.
 
     `jdp.train_step` does so itself. Costs well under a microsecond; without a watchdog it has no
     effect.
@@ -105,6 +106,15 @@ def note_step(step: int | None = None) -> None:
         step: Its number, from 1; None: the next.
     """
     _here.step = _here.step + 1 if step is None else step
+    _here.since = time.monotonic()
+
+
+def note_alive() -> None:
+    """Tells the watchdog that this process is busy with something longer than `stuck_seconds`.
+
+    An evaluation or a save that is called stuck, and is not, calls it now and then. Steps are
+    counted on: they are compared between processes.
+    """
     _here.since = time.monotonic()
 
 

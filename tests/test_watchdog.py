@@ -110,6 +110,17 @@ def test_b03_a_stuck_process_is_named_and_shows_its_stack(drill):
     assert "Stack of MainThread" not in other.output
 
 
+def test_b03_a_sign_of_life_is_no_step():
+    jdp.note_step(7)
+    since = watchdog._here.since
+    time.sleep(0.001)
+    jdp.note_alive()
+    assert watchdog._here.step == 7
+    assert watchdog._here.since > since
+    jdp.note_step()
+    assert watchdog._here.step == 8
+
+
 BEAT = Beat(1, 5, 9.0, "", "train.py:3 (load)", "host", "boot", 7, False)
 
 
