@@ -90,7 +90,7 @@ from jdp.state import TrainState, flush, init_state
 from jdp.stopping import Stop
 from jdp.train import TrainStep, train_step
 from jdp.unshard import gather_params, layerwise
-from jdp.watchdog import note_step
+from jdp.watchdog import note_alive, note_step
 from jdp.zero import zero1, zero2, zero3
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ __all__ = [
     "memory",
     "multi_steps",
     "nodes",
+    "note_alive",
     "note_step",
     "offload",
     "per_replica_norms",

@@ -33,8 +33,8 @@ except Exception as error:
     os._exit(1)
 print("null", flush=True)
 os.close(1)
-if not sys.stdin.readline():  # process 0 is gone
-    time.sleep(linger)
+# Process 0 ends in order; or says that all have been told why it does not; or is gone.
+time.sleep({"end": 0, "told": 10}.get(sys.stdin.readline().strip(), linger))
 service.shutdown()
 os._exit(0)
 """
@@ -67,12 +67,19 @@ class Service:
 
     def shutdown(self) -> None:
         """Ends it, at once."""
-        with contextlib.suppress(OSError), self._orders as orders:
-            orders.write(b"end\n")
+        self._order(b"end\n")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._process.kill()
         self._process.wait()
+
+    def dismiss(self) -> None:
+        """Lets it end some seconds later: all have only to read what it holds."""
+        self._order(b"told\n")
+
+    def _order(self, text: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError), self._orders as orders:
+            orders.write(text)
 
 
 @contextlib.contextmanager

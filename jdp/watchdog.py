@@ -8,8 +8,9 @@ that only waits does the work. Process i listens for process i + 1: gone from th
 silent for half of `vanished_seconds`. Process 0 compares steps: if no process has begun a step for
 `stuck_seconds`, those with the fewest are what the rest waits for.
 
-Nothing here restarts anything, and nothing is known about the work but `note_step` and `waiting`.
-Processes end with `os._exit`, since what they wait for in C++ cannot be interrupted.
+Nothing here restarts anything, and nothing is known about the work but what `note_step`,
+`note_alive` and `waiting` tell. Processes end with `os._exit`, since what they wait for in C++
+cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import jax
 from jax._src import api
 
 from jdp.launch import PEER_LOST, STUCK
+from jdp.service import Service
 
 VANISHED_SECONDS = 60.0
 STUCK_SECONDS = 540.0  # a minute less than jdp.feed waits for a loader, so that a stack is seen
@@ -96,7 +98,7 @@ _here = _Here()
 
 
 def note_step(step: int | None = None) -> None:
-    """Tells the watchdog that this process has begun a step, or is alive in some other way.
+    """Tells the watchdog that this process has begun a step.
 
     `jdp.train_step` does so itself. Costs well under a microsecond; without a watchdog it has no
     effect.
@@ -105,6 +107,15 @@ def note_step(step: int | None = None) -> None:
         step: Its number, from 1; None: the next.
     """
     _here.step = _here.step + 1 if step is None else step
+    _here.since = time.monotonic()
+
+
+def note_alive() -> None:
+    """Tells the watchdog that this process is busy with something longer than `stuck_seconds`.
+
+    An evaluation or a save that is called stuck, and is not, calls it now and then. Steps are
+    counted on: they are compared between processes.
+    """
     _here.since = time.monotonic()
 
 
@@ -129,7 +140,7 @@ class Watchdog:
 
     def __init__(self, state: Any, vanished_seconds: float, stuck_seconds: float) -> None:
         self._client, self._me = state.client, state.process_id
-        self._count = state.num_processes
+        self._count, self._service = state.num_processes, state.service
         self._vanished, self._stuck = vanished_seconds, stuck_seconds
         # Some thousand calls a second are nothing to the service, however many processes.
         self._slice = max(_SLICE_SECONDS, self._count / 1000)
@@ -239,13 +250,13 @@ class Watchdog:
         _say(f"jdp: {verdict.text} {me}; it ends with exit code {verdict.code}.")
         if self._me in verdict.about:
             _say(_stacks())
-        _leave(verdict.code)
+        self._leave(verdict.code)
 
     def _wait_for_own_end(self) -> None:
         deadline = self._failed_at + self._vanished / 2
         while not self._stop.wait(_SLICE_SECONDS):
             if time.monotonic() >= deadline:
-                _leave(self._exit_code or 1)
+                self._leave(self._exit_code or 1)
 
     def _lost(self, error: Exception) -> bool:
         """Whether to go on after the store did not answer: not if this process is ending."""
@@ -256,7 +267,7 @@ class Watchdog:
             f"the run ({str(error).splitlines()[0][:200]}). This is process {self._me}, in step "
             f"{_here.step}; it ends with exit code {PEER_LOST}."
         )
-        _leave(PEER_LOST)
+        self._leave(PEER_LOST)
         return False
 
     def _fail(
@@ -283,7 +294,16 @@ class Watchdog:
         # and that for processes which are about to end.
         atexit.unregister(api.clean_up)
         atexit._run_exitfuncs()
-        _leave(self._exit_code)
+        self._leave(self._exit_code)
+
+    def _leave(self, code: int) -> None:
+        """Ends the process, with what it has printed but not what it still holds."""
+        if isinstance(self._service, Service):
+            self._service.dismiss()
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(1)
+        os._exit(code)
 
 
 def stalled(beats: dict[int, Beat], seconds: float) -> Verdict | None:
@@ -367,14 +387,6 @@ def _stacks() -> str:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="replace"))  # sys.stderr may be locked for ever
-
-
-def _leave(code: int) -> None:
-    """Ends the process, with what it has printed but not what it still holds."""
-    flushing = threading.Thread(target=_flush, daemon=True)
-    flushing.start()
-    flushing.join(1)
-    os._exit(code)
 
 
 def _flush() -> None:

@@ -110,6 +110,17 @@ def test_b03_a_stuck_process_is_named_and_shows_its_stack(drill):
     assert "Stack of MainThread" not in other.output
 
 
+def test_b03_a_sign_of_life_is_no_step():
+    jdp.note_step(7)
+    since = watchdog._here.since
+    time.sleep(0.001)
+    jdp.note_alive()
+    assert watchdog._here.step == 7
+    assert watchdog._here.since > since
+    jdp.note_step()
+    assert watchdog._here.step == 8
+
+
 BEAT = Beat(1, 5, 9.0, "", "train.py:3 (load)", "host", "boot", 7, False)
 
 
@@ -184,7 +195,7 @@ class Store:
 def watch():
     """A watchdog of process 1 of 3, over a dictionary, whose thread does not run."""
     client = Store()
-    state = types.SimpleNamespace(client=client, process_id=1, num_processes=3)
+    state = types.SimpleNamespace(client=client, process_id=1, num_processes=3, service=None)
     return watchdog.Watchdog(state, 0.2, 1000.0), client.texts
 
 
@@ -240,6 +251,17 @@ def test_b09_a_port_that_is_taken_is_named():
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(RuntimeError, match=rf"could not start .* service at {address}: .*port"):
             service.Service(address, 2, {}, 1.0)
+
+
+@pytest.mark.parametrize("order", ["shutdown", "dismiss"])
+def test_the_service_does_not_stay_longer_than_it_must(order, monkeypatch):
+    monkeypatch.setattr(service, "_PROGRAM", service._PROGRAM.replace('"told": 10', '"told": 0'))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    running = service.Service(address, 2, {}, 1000.0)
+    getattr(running, order)()
+    assert running._process.wait(timeout=30) == 0
 
 
 def test_one_process_stops_after_the_step_it_is_in():
