@@ -149,11 +149,12 @@ def test_e01_e12_resuming_is_not_stopping(name, tmp_path):
             assert checkpoints.save(state, step=number, data={"step": number}) == (number == 3)
     with jdp.Checkpoints(tmp_path) as checkpoints:
         again, position = checkpoints.restore(fresh())
+    compiled = step._compiled._cache_size()
     for batch in BATCHES[position["step"] :]:
         again, _ = step(again, batch)
     assert bits(again) == bits(state)
     assert int(again.step) == 5
-    assert step._compiled._cache_size() == 1  # D05: restored arrays lie as those of init_state do
+    assert step._compiled._cache_size() == compiled  # D05: arrays lie as those of init_state do
 
 
 def test_e08_what_replicas_keep_moves_as_their_mean(tmp_path):

@@ -61,19 +61,19 @@ def disk(folder, size):
 def test_a_full_disk(state, tmp_path, asynchronous):
     noise = np.random.default_rng(0).normal(size=(200, 1000)).astype(np.float32)  # 0.8 MB
     match = r"could not save step 2 .*the disk is full; the last checkpoint is of step 1\. Free"
-    with disk(tmp_path / "disk", "2m"):
-        with jdp.Checkpoints(tmp_path / "disk" / "big", asynchronous=asynchronous) as big:
-            big.save({"x": noise}, step=1)
+    folder = tmp_path / "disk" / "run"
+    with disk(tmp_path / "disk", "2m"), jdp.Checkpoints(folder, asynchronous=asynchronous) as big:
+        big.save({"x": noise}, step=1)
+        big.wait()
+        (tmp_path / "disk" / "others").write_bytes(b"x" * 600_000)
+        with pytest.raises(jdp.CheckpointError, match=match):  # noqa: PT012  now or then
+            big.save({"x": 2 * noise}, step=2)
             big.wait()
-            (tmp_path / "disk" / "others").write_bytes(b"x" * 600_000)
-            with pytest.raises(jdp.CheckpointError, match=match):  # noqa: PT012  now or then
-                big.save({"x": 2 * noise}, step=2)
-                big.wait()
-            assert holds(tmp_path / "disk" / "big", 1)
-            assert len(list((tmp_path / "disk" / "big").glob("step_*"))) == 1  # no leftovers
-            (tmp_path / "disk" / "others").unlink()
-            assert big.save({"x": 2 * noise}, step=2)
-            assert big.restore({"x": noise})[0]["x"][3, 4] == 2 * noise[3, 4]
+        assert holds(folder, 1)
+        assert len(list(folder.glob("step_*"))) == 1  # no leftovers
+        (tmp_path / "disk" / "others").unlink()
+        assert big.save({"x": 2 * noise}, step=2)
+        assert big.restore({"x": noise})[0]["x"][3, 4] == 2 * noise[3, 4]
 
 
 def test_a_folder_that_may_only_be_read(state, tmp_path):
