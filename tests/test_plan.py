@@ -692,7 +692,6 @@ def test_a_global_batch_that_is_no_number(rows):
         ({"links": {"inner": 5}}, ValueError, "'inner' is 5. Give a jdp.hardware.Link"),
         ({"links": Link(0.0, 0.0, "")}, ValueError, "more than 0 bytes a second"),
     ],
-    ids=str,
 )
 def test_arguments_that_are_wrong(given, error, said):
     with pytest.raises(error, match=said):
