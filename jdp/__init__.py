@@ -12,7 +12,7 @@
 Floors, each importing only from those above it:
 
     mesh, flat, quantize, collectives, nodes, tree, options, processes, balance, prefetch, pace,
-    launch, launched, service, joining, watchdog, stopping
+    launch, launched, service, joining, watchdog, stopping, parting
     dataflow, replica, padded, split, checksum, rows, fragments, remat, lazy, loss, microbatch,
     unshard, given, grad, order, packing, placement, data, sources, files, packed, shuffle, workers,
     reads, together, loading, batches

@@ -29,9 +29,10 @@ from jax.sharding import Mesh
 
 from jdp.mesh import AxisNames, data_axes
 from jdp.packing import Packer, describe, first_difference, plan_rows
+from jdp.parting import Parting, parting
 from jdp.placement import BatchPlacement
 from jdp.prefetch import Stop, run_ahead
-from jdp.processes import CancelledError, Channel
+from jdp.processes import Channel
 
 
 def feed(
@@ -142,30 +143,20 @@ def _agreed(
     while the devices work. Each raises what the words of all imply, hence all the same.
     """
     step, ended = 0, False
-    leaving = "closed its iterator"
-    try:
+    with parting(channel, {"ended": True}) as leaving, contextlib.closing(local):
         while True:
             host = None if ended else next(local, None)
             ended = host is None
             note = {"ended": ended} | ({} if step else _introduce(host))
             texts = channel.exchange(json.dumps(note))
             notes = {process: json.loads(text) for process, text in texts.items()}
-            leaving = ""  # whatever follows from these, all processes do
+            leaving.why = ""  # whatever follows from these, all processes do
             _check(notes, step, packer.padded)
             if all(note["ended"] for note in notes.values()):
                 return
-            leaving = "closed its iterator"
+            leaving.why = Parting.why
             yield packer.blank if host is None else host
             step += 1
-    except Exception as error:
-        if leaving and not isinstance(error, CancelledError):
-            leaving = f"failed with {type(error).__name__}: {error}"
-        raise
-    finally:
-        local.close()
-        if leaving:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the run may be over
-                channel.post(json.dumps({"ended": True, "left": leaving}))
 
 
 def _introduce(host: Any) -> dict[str, Any]:

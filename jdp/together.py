@@ -11,10 +11,9 @@ import json
 from collections.abc import Generator
 from typing import Any
 
-import jax
-
 from jdp.packing import describe, first_difference
-from jdp.processes import CancelledError, Channel
+from jdp.parting import Parting, parting
+from jdp.processes import Channel
 
 
 def together(
@@ -24,8 +23,8 @@ def together(
 
     What is asked before each step are words only, so a thread may ask while the devices work.
     """
-    leaving, step = "closed its iterator", start
-    try:
+    step = start
+    with parting(channel, {}) as leaving, contextlib.closing(host):
         while True:
             batch = next(host, None)
             note: dict[str, Any] = {}
@@ -33,22 +32,13 @@ def together(
                 form = {} if batch is None else describe(batch)
                 note = {"identity": {n: str(v) for n, v in identity.items()}, "form": form}
             texts = channel.exchange(json.dumps(note))
-            leaving = ""  # whatever follows from these, all processes do
+            leaving.why = ""  # whatever follows from these, all processes do
             _check({p: json.loads(text) for p, text in texts.items()}, step)
             if batch is None:
                 return
-            leaving = "closed its iterator"
+            leaving.why = Parting.why
             yield batch
             step += 1
-    except Exception as error:
-        if leaving and not isinstance(error, CancelledError):
-            leaving = f"failed with {type(error).__name__}: {error}"
-        raise
-    finally:
-        host.close()
-        if leaving:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the run may be over
-                channel.post(json.dumps({"left": leaving}))
 
 
 def _check(notes: dict[int, dict[str, Any]], step: int) -> None:
