@@ -88,7 +88,7 @@ class Report(NamedTuple):
     @property
     def where(self) -> str:
         """The target, or the devices at hand, in words."""
-        return self.target or f"{self.devices} {self.platform} devices"
+        return self.target or f"{self.devices} {self.platform} device{'s'[: self.devices != 1]}"
 
     @property
     def axes(self) -> str:
