@@ -17,7 +17,7 @@ import jdp
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "long_run.py"
-STEPS = 120
+STEPS = 400
 TX = jdp.zero1(optax.adam(3e-3))  # the example's
 
 sys.path.append(str(SCRIPT.parent))
@@ -27,7 +27,7 @@ import long_run  # noqa: E402
 def start(out, *, launch=(), more=()):
     inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    given = [f"--steps={STEPS}", "--save-every=10", f"--out={out}", *more]
+    given = [f"--steps={STEPS}", "--save-every=20", f"--out={out}", *more]
     command = [*launch, "--", *given] if launch else [str(SCRIPT), *given]
     return subprocess.Popen(
         [sys.executable, *command],
@@ -102,7 +102,7 @@ def test_killed_and_stopped_it_ends_with_the_same_bits(tmp_path, undisturbed):
 @pytest.mark.multiprocess
 def test_it_goes_on_as_two_processes(tmp_path, undisturbed):
     process = start(tmp_path)
-    wait_for_step(process, tmp_path, 40)
+    wait_for_step(process, tmp_path, 340)
     process.kill()
     ended(process)
     launch = ["-m", "jdp", "launch", "-n", "2", "--devices", "4", str(SCRIPT)]
