@@ -27,7 +27,8 @@ def _doctest_names(doctest_namespace):
 def pytest_collection_modifyitems(config, items):
     """Leaves half of the variants of long families to the other Python that CI tests with.
 
-    Every function of such a family runs on both; JDP_WHOLE_MATRIX=1 runs all variants.
+    Every function of such a family runs on both. Of modules marked "alternate", where the version
+    of JAX matters little, half of the functions are left, too. JDP_WHOLE_MATRIX=1 runs everything.
     """
     if os.environ.get("JDP_WHOLE_MATRIX"):
         return
@@ -37,7 +38,8 @@ def pytest_collection_modifyitems(config, items):
         family = (item.path, getattr(item, "originalname", item.name))
         # the first variant of each function stays, the others take turns
         other = zlib.crc32(item.nodeid.encode()) % 2 != turn
-        if item.get_closest_marker("either") and family in seen and other:
+        turns = item.get_closest_marker("either") and family in seen
+        if other and (turns or item.get_closest_marker("alternate")):
             left.append(item)
         seen.add(family)
     config.stash[LEFT] = len(left)
@@ -49,5 +51,5 @@ def pytest_terminal_summary(terminalreporter, config):
     """Says what was left to the other Python."""
     if left := config.stash.get(LEFT, 0):
         terminalreporter.write_line(
-            f"{left} variants of parametrised tests run on the other Python (JDP_WHOLE_MATRIX=1)."
+            f"{left} tests and variants of tests run on the other Python (JDP_WHOLE_MATRIX=1)."
         )

@@ -30,6 +30,8 @@ from jdp.reads import fingerprint
 from jdp.shuffle import shuffled
 from jdp.sources import Columns
 
+pytestmark = pytest.mark.alternate
+
 
 def _mesh(num=8):
     return jdp.make_mesh(devices=jax.devices()[:num])

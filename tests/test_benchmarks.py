@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 
+pytestmark = pytest.mark.alternate
+
 BY_HAND = ["hand zero1", "hand zero3", "hand zero3 kept"]
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

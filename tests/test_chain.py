@@ -7,6 +7,8 @@ import pytest
 import jdp
 from jdp.chain import microbatch_of, parts
 
+pytestmark = pytest.mark.alternate
+
 INNER = optax.adamw(1e-3)
 
 

@@ -14,6 +14,8 @@ import jdp
 from jdp import archive, saving
 from jdp.folder import Folder
 
+pytestmark = pytest.mark.alternate
+
 
 def tree(step):
     return {"w": jnp.full((64, 3), step, jnp.float32), "b": jnp.arange(4)}

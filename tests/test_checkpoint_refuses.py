@@ -13,6 +13,8 @@ from cluster import ROOT
 
 import jdp
 
+pytestmark = pytest.mark.alternate
+
 PARAMS = {"a": jnp.ones((8, 3)), "b": jnp.zeros(3)}
 ADAM = optax.adam(0.1)
 

@@ -11,6 +11,8 @@ import jdp
 from jdp import cli
 from jdp.reporting import Report
 
+pytestmark = pytest.mark.alternate
+
 SCRIPT = """
     import jax.numpy as jnp, numpy as np, optax, sys, jdp
 

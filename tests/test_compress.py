@@ -23,7 +23,7 @@ from jdp.compress import entries, one_of_each_strip
 from jdp.feedback import compressed
 from jdp.quantize import sign_codec
 
-pytestmark = pytest.mark.either
+pytestmark = [pytest.mark.either, pytest.mark.alternate]
 
 SHAPES = {"w": (12, 5), "b": (7,), "s": ()}
 

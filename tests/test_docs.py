@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from cluster import ROOT
 
+pytestmark = pytest.mark.alternate
+
 
 def _run(name):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.S)

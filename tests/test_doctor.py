@@ -18,6 +18,8 @@ from jdp.hardware import Link
 from jdp.links import KINDS
 from jdp.machine import Machine, differences, unseen_hardware, wrong_versions
 
+pytestmark = pytest.mark.alternate
+
 WIDTH, ROWS = 64, 32
 LINK = Link(1e9, 1e-5, "made up")
 

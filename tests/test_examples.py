@@ -12,6 +12,8 @@ import sys
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.alternate
+
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 TINY = [

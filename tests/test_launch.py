@@ -23,6 +23,8 @@ from jdp import cli, launched
 from jdp import launch as launcher
 from jdp.launch import PEER_LOST, STOPPED, WRONG, LaunchError, launch
 
+pytestmark = pytest.mark.alternate
+
 DRIVER = f"""
 import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("launcher", {str(ROOT / "jdp" / "launch.py")!r})

@@ -8,6 +8,8 @@ from jdp.costs import collective_seconds
 from jdp.hardware import Link
 from jdp.links import KINDS, Links, fit, measure
 
+pytestmark = pytest.mark.alternate
+
 SIZES = (2**12, 2**16, 2**20, 2**23)
 
 

@@ -19,6 +19,8 @@ from jdp import page, page_holdings, page_parts, page_timeline
 from jdp.holdings import Holding, Holdings
 from jdp.sent import Span
 
+pytestmark = pytest.mark.alternate
+
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )

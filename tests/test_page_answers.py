@@ -13,6 +13,8 @@ from jdp.pays import Payoff
 from jdp.planned import Plan, Row
 from jdp.strategy import Strategy
 
+pytestmark = pytest.mark.alternate
+
 
 def diagnosed():
     return Diagnosis(

@@ -10,6 +10,8 @@ from test_page_answers import diagnosed, planned
 from jdp import tables
 from jdp.reporting import SENT_HEADERS, sent_cells
 
+pytestmark = pytest.mark.alternate
+
 rich_console = pytest.importorskip("rich.console")
 
 WIDE = 1000

@@ -20,6 +20,8 @@ from jdp.pays import Payoff, pays
 from jdp.sent import Sent
 from jdp.silent import silence, silence_program
 
+pytestmark = pytest.mark.alternate
+
 P = jax.sharding.PartitionSpec
 WIDTH = 128
 CALM = Facts(step=100, compute=85, communication=10, input=2, host=3)

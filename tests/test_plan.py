@@ -25,6 +25,8 @@ from jdp.split_advice import Transformer, describe, memory_of_split, splits
 from jdp.step_time import Setting, step_seconds
 from jdp.strategy import Strategy, strategies
 
+pytestmark = pytest.mark.alternate
+
 WIDTH = 64
 TX = optax.adam(1e-3)
 

@@ -16,7 +16,7 @@ from programs import collectives, crosses, lowered_collectives, sent_bytes
 import jdp
 from jdp.power import _orth
 
-pytestmark = pytest.mark.either
+pytestmark = [pytest.mark.either, pytest.mark.alternate]
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 RANK = 2

@@ -20,6 +20,8 @@ from jdp.files import ArrayRecords, Parquet, TokenFile
 from jdp.packed import Packed, first_fit
 from jdp.sources import Columns
 
+pytestmark = pytest.mark.alternate
+
 
 def _sent(source):
     """As a worker process gets it."""

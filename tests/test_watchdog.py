@@ -25,6 +25,8 @@ from jdp import processes, service, watchdog
 from jdp.launch import PEER_LOST, STOPPED, STUCK
 from jdp.watchdog import Beat, stalled
 
+pytestmark = pytest.mark.alternate
+
 LIMITS = {"JDP_VANISHED_SECONDS": "12", "JDP_STUCK_SECONDS": "2"}
 
 

@@ -22,7 +22,7 @@ import jdp
 from jdp.collectives import Sending, means_and_sent
 from jdp.quantize import codec_of, decode, encode, sign_codec
 
-pytestmark = pytest.mark.either
+pytestmark = [pytest.mark.either, pytest.mark.alternate]
 
 EIGHT = ("int8", "float8_e4m3fn", "float8_e5m2")
 NARROW = ("bfloat16", "float16", *EIGHT)
