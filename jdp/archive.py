@@ -38,12 +38,19 @@ def orbax() -> Any:
     Raises:
         ImportError: If it is not installed, saying how to install it.
     """
+    return library(
+        "orbax.checkpoint", "jdp.Checkpoints stores arrays with Orbax", "orbax-checkpoint"
+    )
+
+
+def library(module: str, use: str, package: str) -> Any:
+    """Imports what the extra brings, or says how to install it."""
     try:
-        return importlib.import_module("orbax.checkpoint")
+        return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            "jdp.Checkpoints stores arrays with Orbax, which is not installed. "
-            "pip install 'jdp-train[checkpoints]', or orbax-checkpoint alone."
+            f"{use}, which is not installed. pip install 'jdp-train[checkpoints]', or {package} "
+            "alone."
         ) from error
 
 

@@ -94,11 +94,6 @@ def parts(tx: Any) -> Parts:
     return found
 
 
-def microbatch_of(recipe: Any) -> int | None:
-    """The microbatch that a step was built with; `None` if it takes its whole share at once."""
-    return inspect.getclosurevars(recipe.on).nonlocals.get("microbatch")
-
-
 def wire_code(dtype: Any) -> str:
     """The argument for a wire dtype: "" for none."""
     return "" if dtype is None else f"wire_dtype=jnp.{jnp.dtype(dtype).name}"

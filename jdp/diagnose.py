@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdp import findings as judging
 from jdp import trace as tracing
-from jdp.chain import microbatch_of, parts
+from jdp.chain import parts
 from jdp.diagnosis import Check, Diagnosis, DiagnosisError, Process, Replica
 from jdp.hardware import Link, find_chip
 from jdp.holdings import holdings
@@ -348,7 +348,7 @@ def _facts(result: Diagnosis, run: Run, text: str, compiled: tuple[int, float]) 
         large=() if find_placement(state.opt_state) else tuple(whole),
         replicas=axis_size(mesh, data_axes(mesh)),
         half_is_faster=faster,
-        microbatch=microbatch_of(run.step.recipe),
+        microbatch=run.step.recipe.microbatch,
         reduction=asked.reduction,
         stage=0 if asked.zero is None else asked.zero.number,
         waits_on_others=(who, max(late) - min(late)) if len(late) > 1 else None,

@@ -11,8 +11,8 @@ from jdp import findings as judging
 from jdp import payoff as paying
 from jdp.findings import Finding
 from jdp.holdings import table
-from jdp.links import as_json
-from jdp.payoff import WIDTH, Payoff, fill, ms
+from jdp.payoff import Payoff, fill, ms
+from jdp.reporting import as_json
 
 _BAR = 40  # characters for a whole step
 
@@ -155,12 +155,12 @@ class Diagnosis(NamedTuple):
         cells = self.process_cells()
         others = [table(cells, numbers=(1, 2, 3, 4, 5))] if cells else []
         shares = [table(self.share_cells(), numbers=(1, 2))]
-        shares += [fill(x, WIDTH) for x in self.remarks]
+        shares += [fill(x) for x in self.remarks]
         others += [self.straggler] if self.straggler else []
         parts = ["\n".join(shares), "\n".join(others), judging.show(self.findings)]
         if self.payoffs:
             parts.append(paying.show(self.payoffs))
-        parts += [fill(f"Note: {note}", WIDTH) for note in self.notes]
+        parts += [fill(f"Note: {note}") for note in self.notes]
         return "\n\n".join(filter(None, parts))
 
     def __repr__(self) -> str:

@@ -8,7 +8,6 @@ their arrays is theirs to know: nothing is transposed or renamed.
 """
 
 import functools
-import importlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jdp.archive import library
 from jdp.decisions import Decisions
 from jdp.folder import CheckpointError
 from jdp.manifest import Leaf, differences, flatten
@@ -138,13 +138,8 @@ def _put(array: np.ndarray, like: Any) -> Any:
 
 
 def _safetensors() -> Any:
-    try:
-        return importlib.import_module("safetensors.numpy")
-    except ImportError as error:
-        raise ImportError(
-            "jdp.export_params and import_params use safetensors, which is not installed. "
-            "pip install 'jdp-train[checkpoints]', or safetensors alone."
-        ) from error
+    use = "jdp.export_params and import_params use safetensors"
+    return library("safetensors.numpy", use, "safetensors")
 
 
 def _name(path: Any) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jdp.balance import balance
 from jdp.holdings import human
-from jdp.payoff import WIDTH, Payoff, fill, ms
+from jdp.payoff import Payoff, fill, ms
 from jdp.sent import Sent
 
 USED = 0.80
@@ -121,7 +121,7 @@ def find(facts: Facts, payoffs: Sequence[Payoff] = ()) -> tuple[Finding, ...]:
     return tuple(sorted(filter(None, found), key=lambda finding: -finding.gain_ms))
 
 
-def show(findings: Sequence[Finding], width: int = WIDTH) -> str:
+def show(findings: Sequence[Finding]) -> str:
     """The findings as numbered paragraphs.
 
     Example:
@@ -136,13 +136,12 @@ def show(findings: Sequence[Finding], width: int = WIDTH) -> str:
             "Nothing passes its threshold: devices used for less than 80 % of the time, "
             "communication over 30 %, input or the host over 10 %, a replica 10 % slower than the "
             "others.",
-            width,
         )
     lines = []
     for number, finding in enumerate(findings, 1):
         head, gain = f"{number}. ", f" (-{ms(finding.gain_ms)})" if finding.gain_ms else ""
-        lines.append(fill(head + finding.what, width, more=len(head)))
-        lines.append(fill(f"-> {finding.change}{gain}", width, indent=len(head), more=3))
+        lines.append(fill(head + finding.what, more=len(head)))
+        lines.append(fill(f"-> {finding.change}{gain}", indent=len(head), more=3))
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ from jdp.costs import collective_seconds
 from jdp.hardware import Link
 from jdp.holdings import human, table
 from jdp.processes import Channel
+from jdp.reporting import as_json
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 SIZES = (2**12, 2**16, 2**20, 2**23)
@@ -117,17 +118,6 @@ class Links(NamedTuple):
 def _figures(link: Link) -> tuple[str, str]:
     rate = "not seen" if link.bytes_per_s >= _UNSEEN else f"{human(int(link.bytes_per_s))}/s"
     return f"{1e6 * link.latency_s:.1f} us", rate
-
-
-def as_json(value: Any) -> Any:
-    """Named tuples as dictionaries, tuples as lists, all the way down."""
-    if hasattr(value, "_asdict"):
-        return {name: as_json(part) for name, part in value._asdict().items()}
-    if isinstance(value, dict):
-        return {name: as_json(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(part) for part in value]
-    return value
 
 
 def measure(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdp.processes import Channel
+from jdp.decisions import Decisions
 from jdp.stopping import Stop
 
 Log = Callable[[int, Mapping[str, float]], None]
@@ -227,12 +227,10 @@ def _agreement(stop: Callable[[int], bool] | Stop | None, log_every: int) -> Cal
         return stop.after
     if jax.process_count() == 1:
         return stop
-    channel = Channel("jdp.run", range(jax.process_count()))
+    decisions = Decisions("jdp.run")
 
     def agreed(number: int) -> bool:
-        if number % log_every:
-            return False
-        return "stop" in channel.exchange("stop" if stop(number) else "").values()
+        return number % log_every == 0 and any(decisions.each(lambda: bool(stop(number))))
 
     return agreed
 

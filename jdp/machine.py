@@ -22,9 +22,10 @@ from jax.sharding import PartitionSpec as P
 
 from jdp.hardware import find_chip
 from jdp.holdings import human, table
-from jdp.links import SECONDS, Links, as_json, measure
+from jdp.links import SECONDS, Links, measure
 from jdp.mesh import make_mesh
 from jdp.processes import Channel
+from jdp.reporting import as_json
 
 # What a plain installation brings, and what each extra adds.
 _NEEDED = ("jax", "jaxlib", "optax", "flax", "numpy")

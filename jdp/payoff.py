@@ -17,7 +17,7 @@ from jdp.holdings import human
 from jdp.payoff_facts import Facts
 
 LEAST = 0.03  # of the step: less is lost in noise
-WIDTH = 100  # of lines of text, where the terminal does not tell
+WIDTH = 100  # of lines of text; a terminal's tables have their own
 IDLE = 0.20  # of the step: beyond, devices are not what it waits for
 
 
@@ -66,29 +66,29 @@ def ms(spent: float) -> str:
     return f"{spent:.3g} ms" if abs(spent) < 999.5 else f"{spent:.0f} ms"
 
 
-def show(rows: Sequence[Payoff], width: int = WIDTH) -> str:
+def show(rows: Sequence[Payoff]) -> str:
     """The rows as paragraphs, and what they start from."""
     head = (
         f"Does it pay? A step takes {ms(rows[0].now_ms)}, and a device sends "
         f"{human(int(rows[0].sent_now))} in it. Forecasts:"
     )
-    return "\n".join([fill(head, width), *(_paragraph(row, width) for row in rows)])
+    return "\n".join([fill(head), *map(_paragraph, rows)])
 
 
-def _paragraph(row: Payoff, width: int) -> str:
+def _paragraph(row: Payoff) -> str:
     told = [row.why]
     if row.then_ms != row.now_ms or row.sent_then != row.sent_now or row.saves:
         told.append(f"sends {human(int(row.sent_then))}")
         told += [f"frees {human(row.saves)} on each device"] if row.saves > 0 else []
         told = [*([] if row.pays is None else [f"{ms(row.then_ms)} a step"]), *told]
-    return f"{row.answer:<5}{row.argument}\n{fill('; '.join(told), width, indent=5)}"
+    return f"{row.answer:<5}{row.argument}\n{fill('; '.join(told), indent=5)}"
 
 
-def fill(text: str, width: int, indent: int = 0, more: int = 0) -> str:
+def fill(text: str, *, indent: int = 0, more: int = 0) -> str:
     """A paragraph, from the second line on indented by `more` spaces besides; code stays whole."""
     return textwrap.fill(
         text,
-        max(width, 40),
+        WIDTH,
         initial_indent=" " * indent,
         subsequent_indent=" " * (indent + more),
         break_long_words=False,

@@ -194,10 +194,16 @@ def _complications(row: Row) -> tuple[Any, ...]:
 
 def spoken_of(rows: Sequence[Row]) -> list[Row]:
     """Rows that advice may quote: the first for each number of devices, the quickest, lossy too."""
-    exact = [row for row in rows if row.fits and row.strategy.wire == "exact"]
-    lossy = [row for row in rows if row.fits and row.strategy.wire != "exact"]
+    exact, lossy = _by_wire(rows)
     quickest = [min(x, key=lambda row: row.step_us) for x in (exact, lossy) if x]
     return [*_first_by_count(exact).values(), *quickest]
+
+
+def _by_wire(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Rows that fit: those that send gradients exactly, and the others."""
+    fit = [row for row in rows if row.fits]
+    exact = [row for row in fit if row.strategy.wire == "exact"]
+    return exact, [row for row in fit if row.strategy.wire != "exact"]
 
 
 def _first_by_count(rows: Sequence[Row]) -> dict[int, Row]:
@@ -224,7 +230,7 @@ def advice_on(rows: Sequence[Row], best: Row, devices: int, batch_rows: int) -> 
             "Plain data parallelism is best: everything fits whole, and nothing that is less plain "
             "is quicker by more than such figures can tell."
         )
-    exact = [row for row in rows if row.fits and row.strategy.wire == "exact"]
+    exact, lossy = _by_wire(rows)
     said += [] if s.wire != "exact" else _quicker(exact, best)
     most = max(row.strategy.devices for row in rows)
     said += _worth_of_devices(_first_by_count(exact), best, most)
@@ -234,7 +240,6 @@ def advice_on(rows: Sequence[Row], best: Row, devices: int, batch_rows: int) -> 
             f"{batch_rows} rows divide among {most} of the {devices} devices only; all would work "
             f"with global_batch a multiple of {devices}, such as {more}."
         )
-    lossy = [row for row in rows if row.fits and row.strategy.wire != "exact"]
     quick = min(lossy, key=lambda row: row.step_us, default=best)
     if quick.step_us < 0.9 * best.step_us and not alike(best.step_us, quick.step_us):
         said.append(

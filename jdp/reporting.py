@@ -104,7 +104,7 @@ class Report(NamedTuple):
 
     def to_json(self) -> str:
         """One JSON document."""
-        return json.dumps(_plain(self))
+        return json.dumps(as_json(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
@@ -181,13 +181,13 @@ def _sent(x: Any) -> Sent:
     return Sent(**fields)
 
 
-def _plain(x: Any) -> Any:
-    """Named tuples as dicts, so that their fields keep their names."""
+def as_json(x: Any) -> Any:
+    """Named tuples as dicts, so that their fields keep their names; tuples as lists."""
     if hasattr(x, "_asdict"):
-        return {name: _plain(value) for name, value in x._asdict().items()}
+        return {name: as_json(value) for name, value in x._asdict().items()}
     if isinstance(x, dict):
-        return {str(name): _plain(value) for name, value in x.items()}
-    return [_plain(value) for value in x] if isinstance(x, tuple | list) else x
+        return {str(name): as_json(value) for name, value in x.items()}
+    return [as_json(value) for value in x] if isinstance(x, tuple | list) else x
 
 
 def microseconds(us: float | None) -> str:

@@ -117,7 +117,8 @@ def train_step(
         return train_step(loss_fn, tx, mesh, **chosen)
 
     known = known_options(options, mesh)
-    return TrainStep(step, mesh, donate=donate, options=known, recipe=Recipe(loss_fn, tx, on))
+    recipe = Recipe(loss_fn, tx, on, microbatch)
+    return TrainStep(step, mesh, donate=donate, options=known, recipe=recipe)
 
 
 def _strong(x: jax.Array) -> jax.Array:
@@ -162,11 +163,13 @@ class Recipe(NamedTuple):
         tx: The transformation.
         on: `on(mesh, **changes)` builds the step anew, for another mesh or with other arguments of
             `jdp.train_step`.
+        microbatch: As given to `jdp.train_step`.
     """
 
     loss_fn: Callable[..., Any]
     tx: optax.GradientTransformation
     on: Callable[..., "TrainStep"]
+    microbatch: int | None = None
 
 
 class TrainStep:

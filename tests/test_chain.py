@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import jdp
-from jdp.chain import microbatch_of, parts
+from jdp.chain import parts
 
 pytestmark = pytest.mark.alternate
 
@@ -64,5 +64,5 @@ def test_the_microbatch_is_known(microbatch):
     step = jdp.train_step(
         lambda p, x: jnp.mean(x @ p), jdp.all_reduce(), jdp.make_mesh(), microbatch=microbatch
     )
-    assert microbatch_of(step.recipe) == microbatch
-    assert microbatch_of(step.recipe.on(step.mesh, microbatch=2).recipe) == 2
+    assert step.recipe.microbatch == microbatch
+    assert step.recipe.on(step.mesh, microbatch=2).recipe.microbatch == 2
