@@ -22,7 +22,7 @@ notebooks: $(VENV)/.notebooks,examples
 	$(BIN)/jupyter-execute --timeout=300 notebooks/*.ipynb
 
 bench: $(VENV)/.examples
-	set -e; for name in step accumulate overhead processes zero reductions exposed balance power input checkpoint; do \
+	set -e; for name in step accumulate overhead processes zero reductions exposed balance power input checkpoint two_processes; do \
 		echo "== $$name"; $(BIN)/python benchmarks/$$name.py; \
 	done
 
