@@ -70,13 +70,17 @@ def main(config: Config) -> int:
     state = jdp.init_state(initial(), tx, mesh)
     batches = jdp.Batches(jdp.Columns(two_spirals()), mesh, batch=64, seed=0)
     log = jdp.JsonLines(config.out / "log.jsonl")
-    with jdp.Stop() as stop, jdp.Checkpoints(config.out / "checkpoints") as checkpoints:
-        if checkpoints.latest() is not None:
-            state, position = checkpoints.restore(state)
-            batches.restore(position)
-        save = jdp.every(config.save_every, lambda state: checkpoints.save(state, data=batches))
+    folder = config.out / "checkpoints"
+    with jdp.Stop() as stop, jdp.Checkpoints(folder, every_steps=config.save_every) as checkpoints:
+        state = checkpoints.resume(state, batches)
         state = jdp.run(
-            step, state, batches, steps=config.steps, callbacks=[save], log=[log], stop=stop
+            step,
+            state,
+            batches,
+            steps=config.steps,
+            checkpoints=checkpoints,
+            log=[log],
+            stop=stop,
         )
     if stop.reason:
         print(f"stopped after step {int(state.step)}: {stop.reason}", file=sys.stderr)

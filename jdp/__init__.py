@@ -11,11 +11,11 @@
 
 Floors, each importing only from those above it:
 
-    mesh, flat, quantize, collectives, nodes, tree, options, processes, balance, prefetch, pace,
-    launch, launched, service, joining, watchdog, stopping, parting
+    mesh, flat, quantize, collectives, nodes, tree, optional, options, processes, balance, prefetch,
+    pace, launch, launched, service, joining, watchdog, stopping, parting
     dataflow, replica, padded, split, checksum, rows, fragments, remat, lazy, loss, microbatch,
     unshard, given, grad, order, packing, placement, data, sources, files, packed, shuffle, workers,
-    reads, together, loading, batches
+    reads, together, loading, batches, pmapped
     feedback, compress, power, reduce, hierarchy, noise, backward, accumulate, parts, zero,
     precision, finite, offload, local, local_step, local_state
     state, restage, update, train, evaluate, check, agreement, drift, hlo, live, holdings, memory,
@@ -27,7 +27,7 @@ Floors, each importing only from those above it:
         confirmed, planning
         links, trace, silent, chain, payoff_facts, payoff, pays, findings, diagnosis, watch,
         machine, diagnose
-    script, loop, logs, demo, cli
+    script, loop, bad_steps, logs, demo, cli
 
 What is on the last floor, and checkpoints, are imported when they are first used.
 """
@@ -76,6 +76,7 @@ from jdp.offload import offload
 from jdp.options import known_options, xla_options
 from jdp.packed import Packed
 from jdp.padded import Padded, logical
+from jdp.pmapped import from_replicated
 from jdp.power import PowerMemory, power_sgd
 from jdp.precision import MasterWeightsState, Precision, compute_in, master_weights
 from jdp.processes import initialize
@@ -183,6 +184,7 @@ __all__ = [
     "find_loss_scale",
     "find_noise_scale",
     "flush",
+    "from_replicated",
     "gather_params",
     "global_norm",
     "gradient_noise_scale",

@@ -23,7 +23,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp.manifest import Leaf
-from jdp.padded import Padded, is_padded, logical, stored_array
+from jdp.optional import library
+from jdp.padded import Padded, is_padded, stored_array, view
 from jdp.replica import PerReplica, is_per_replica, is_stored
 from jdp.restage import restage
 from jdp.rows import agreed
@@ -38,20 +39,8 @@ def orbax() -> Any:
     Raises:
         ImportError: If it is not installed, saying how to install it.
     """
-    return library(
-        "orbax.checkpoint", "jdp.Checkpoints stores arrays with Orbax", "orbax-checkpoint"
-    )
-
-
-def library(module: str, use: str, package: str) -> Any:
-    """Imports what the extra brings, or says how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"{use}, which is not installed. pip install 'jdp-train[checkpoints]', or {package} "
-            "alone."
-        ) from error
+    use = "jdp.Checkpoints stores arrays with Orbax"
+    return library("orbax.checkpoint", use, "checkpoints", "orbax-checkpoint")
 
 
 def at(path: Any) -> Any:
@@ -134,14 +123,29 @@ def _on_host(leaves: Sequence[Leaf], values: Sequence[Any]) -> list[np.ndarray]:
 
 
 def _in_place(leaves: Sequence[Leaf], values: Sequence[Any]) -> list[Any]:
-    """Arrays of logical shapes on the devices, of which each process writes its parts."""
-    values = logical([value.value if is_per_replica(value) else value for value in values])
+    """Arrays of logical shapes on the devices, of which each process writes its parts.
+
+    What is padded, process 0 writes.
+    """
+    values = [value.value if is_per_replica(value) else value for value in values]
     values = [
-        jax.random.key_data(value) if leaf.key else value
+        jax.random.key_data(value) if leaf.key else _on_first(value) if is_padded(value) else value
         for leaf, value in zip(leaves, values, strict=True)
     ]
     # what the caller may change while it is being written is copied
     return [x if isinstance(x, jax.Array) else np.array(x) for x in values]
+
+
+def _on_first(padded: Padded) -> np.ndarray:
+    """The logical array, on the host of process 0; elsewhere one that nobody writes.
+
+    Devices hold it whole meanwhile, so one goes after the other.
+    """
+    everywhere = NamedSharding(padded.value.sharding.mesh, P())
+    whole = jax.block_until_ready(jax.jit(view, out_shardings=everywhere)(padded))
+    if jax.process_index() == 0:
+        return np.array(whole)
+    return np.broadcast_to(np.zeros((), whole.dtype), whole.shape)
 
 
 def read(folder: Any, leaves: Sequence[Leaf], likes: Sequence[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ trains, and nothing decides when a run ends.
 """
 
 import contextlib
+import functools
 import threading
 import warnings
 import weakref
@@ -17,27 +18,28 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jdp import archive
 from jdp.decisions import Decisions
-from jdp.drift import check_replicas
 from jdp.folder import CheckpointError, Folder
-from jdp.keeping import Keeper, say_differences
+from jdp.keeping import Keeper, say_differences, say_missing
 from jdp.manifest import Leaf, Manifest, differences, fingerprint, flatten, only
 from jdp.replica import is_stored
 from jdp.saving import (
     Clock,
+    agreed_position,
     check_arguments,
-    check_nan,
     check_parts,
+    check_state,
     made_by,
     numbers,
     others,
-    position,
+    put_back,
     step_of,
     tell,
 )
+
+_FAILED = -1  # in place of the last step: the next call of save tries again
 
 
 class Checkpoints:
@@ -66,8 +68,8 @@ class Checkpoints:
         best: A metric and "min" or "max": the best checkpoint by it stays too.
         asynchronous: Write in the background. The caller then waits only for the copy to the host,
             and for the write before it, if that still goes on.
-        check: Before saving, make sure that replicas agree (`jdp.check_replicas`) and that no
-            parameter is NaN.
+        check: Before saving, make sure that replicas agree (`jdp.check_replicas`) and that all
+            parameters are finite.
 
     Raises:
         ValueError: If an argument cannot be meant.
@@ -77,6 +79,7 @@ class Checkpoints:
         >>> state = jdp.init_state({"w": jnp.ones((64, 8))}, tx, mesh)
         >>> import tempfile
         >>> with jdp.Checkpoints(tempfile.mkdtemp(), every_steps=50) as checkpoints:
+        ...     state = checkpoints.resume(state)  # there is none yet
         ...     saved = checkpoints.save(state, step=0, data={"epoch": 0, "step": 0})
         ...     state, position = checkpoints.restore(state)
         >>> saved, position
@@ -97,7 +100,7 @@ class Checkpoints:
         check_arguments(every_steps, every_minutes, keep, best)
         self._folder = Folder(path)
         self._every_steps, self._clock = every_steps, None
-        self._keeper, self._best = Keeper(self._folder, keep, best), best
+        self._keeper, self.best_by = Keeper(self._folder, keep, best), best
         self._asynchronous, self._check = asynchronous, check
         self._decisions = Decisions("jdp.Checkpoints", CheckpointError)
         self._behind = Decisions("jdp.Checkpoints, writing", CheckpointError)
@@ -138,34 +141,67 @@ class Checkpoints:
         Raises:
             CheckpointError: If this write, or the last one in the background, failed.
             DriftError: If replicas differ, see `jdp.check_replicas`.
-            ValueError: If the folder belongs to another model or to a later run, a parameter is
-                NaN, or `step` is not that of the state.
+            FloatingPointError: If a parameter is not finite.
+            ValueError: If the folder belongs to another model or to a later run, or `step` is not
+                that of the state.
         """
         number = step_of(state, step)
-        if not (self._due(number) or force):
-            self._last = number
+        if not (force or self.due(number)):
             return False
+        self._last = _FAILED  # unless it comes to its end
         self.wait()
         leaves, values = flatten(state)
-        named = numbers(metrics, self._best)
-        self._check_state(state, number)
-        place = position(data)
-        places = self._decisions.each(lambda: place)
-        if any(other != places[0] for other in places):
-            raise ValueError(
-                "jdp.Checkpoints.save was given another `data` on one process than on another: a "
-                "checkpoint holds one position, which any number of processes can go on from. Give "
-                "that of the global batches, as jdp.Batches does."
-            )
-        if not self._decisions.first(lambda: self._keeper.begin(number, leaves)):
-            self._last = number
-            return False
-        about = Manifest(
-            number, tuple(leaves), fingerprint(leaves), place, named, made_by(state), {}
-        )
-        self._write(about, leaves, values)
+        named = numbers(metrics, self.best_by)
+        check_state(state, number, self._check)
+        place = agreed_position(data, self._decisions)
+        begun = self._decisions.first(lambda: self._keeper.begin(number, leaves))
+        if begun:
+            made = made_by(state)
+            about = Manifest(number, tuple(leaves), fingerprint(leaves), place, named, made, {})
+            self._write(about, leaves, values)
         self._last = number
-        return True
+        return begun
+
+    def due(self, step: int) -> bool:
+        """Whether it is time to save, after this step: then `save(..., force=True)` does.
+
+        `save` asks by itself. To evaluate before a save, and only then, ask here instead: after
+        every step, on all processes.
+        """
+        last, self._last = self._last, step
+        if last == _FAILED:
+            return True
+        if (every := self._every_steps) is None:
+            return self._clock is None or self._clock.due(step)
+        # a multiple is also reached where a call takes several steps
+        reached = step % every == 0 if last is None else step // every > last // every
+        return reached or (self._clock is not None and self._clock.due(step))
+
+    def resume(self, like: Any, data: Any = None) -> Any:
+        """The state of the newest whole checkpoint, and `data` put where it stood then.
+
+        Args:
+            like: What `restore` takes, of arrays; given back if there is no checkpoint.
+            data: What was given to `save`, with a `restore(position)`, as `jdp.Batches`.
+
+        Raises:
+            ValueError: As `restore`; or if a position was saved and there is no `data` to move,
+                or the other way round: examples would be repeated.
+        """
+        if self.latest() is None:
+            return like
+        state, place = self.restore(like)
+        put_back(place, data)
+        return state
+
+    def claim(self, step: int) -> None:
+        """Takes the folder for a run that goes on from `step`; `save` does it otherwise.
+
+        Raises:
+            CheckpointError: If another run writes there, or nothing can be written.
+            ValueError: If the folder holds a later step.
+        """
+        self._decisions.first(lambda: self._keeper.claim(step))
 
     def restore(
         self, like: Any, *, step: int | None = None, parts: Sequence[str] | None = None
@@ -254,7 +290,7 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
         if self._errors:
-            self._last = -1  # the next call of save saves
+            self._last = _FAILED
             raise self._errors.pop()
 
     def close(self) -> None:
@@ -282,31 +318,9 @@ class Checkpoints:
 
     # Saving, on all processes
 
-    def _due(self, number: int) -> bool:
-        last, every = self._last, self._every_steps
-        if every is None:
-            return self._clock is None or self._clock.due(number)
-        # a multiple is also reached where a call takes several steps
-        reached = number % every == 0 if last is None else number // every > last // every
-        return reached or (self._clock is not None and self._clock.due(number))
-
-    def _check_state(self, state: Any, number: int) -> None:
-        own = getattr(state, "step", None)
-        if own is not None and jnp.ndim(own) == 0 and int(own) != number:
-            raise ValueError(
-                f"jdp.Checkpoints.save got step={number}, but the state counts {int(own)} steps. "
-                "A run that resumes there would count, schedule and draw its data one way and its "
-                "keys another. Leave `step` out, or number the steps as the state does: 1 after "
-                "the first."
-            )
-        if self._check:
-            check_replicas(state)
-            check_nan(getattr(state, "params", None))
-
     def _write(self, about: Manifest, leaves: list[Leaf], values: list[Any]) -> None:
         """Copies to the host; then writes, in the background or here."""
         folder = self._folder.of(about.step) / "arrays"
-
         done: list[Callable[[], None]] = []
         try:
             self._decisions.each(lambda: done.append(archive.write(folder, leaves, values)))
@@ -326,7 +340,7 @@ class Checkpoints:
         try:
             self._behind.each(done)
             names = self._behind.first(lambda: self._folder.list_files(about.step))
-            parts = self._behind.each(lambda: self._check_off(about.step, names))
+            parts = self._behind.each(lambda: self._folder.check_off(about.step, _mine(names)))
             files = {name: (size, crc) for part in parts for name, size, crc in part}
             self._behind.first(lambda: self._folder.commit(about._replace(files=files)))
         except Exception as error:
@@ -337,14 +351,8 @@ class Checkpoints:
         try:
             self._behind.first(lambda: self._keeper.tidy(about.step))
         except Exception as error:
-            text = f"jdp.Checkpoints saved step {about.step}, but cannot remove older ones: {error}"
-            self._errors.append(CheckpointError(text))
-
-    def _check_off(self, step: int, names: list[str]) -> list[tuple[str, int, int]]:
-        """Checksums of this process's share of the files."""
-        mine = names[jax.process_index() :: jax.process_count()]
-        folder = self._folder.of(step) / "arrays"
-        return [(name, *archive.check_off(folder / name)) for name in mine]
+            text = f"saved step {about.step}, but cannot remove older ones: {error}"
+            self._errors.append(CheckpointError(f"jdp.Checkpoints {text}"))
 
     def _failed(self, error: Exception, step: int) -> CheckpointError:
         """The sentence; what was begun is removed, to leave the space that there is."""
@@ -356,23 +364,12 @@ class Checkpoints:
                 self._folder.remove(step)
         return said
 
-    # Restoring
-
     def _find(self, step: int | None) -> Manifest:
         """The manifest of a checkpoint that is whole: of this step, or the newest."""
         steps = self.steps()
-        if not steps:
-            where = self._decisions.first(self._folder.path.exists)
-            what = "holds no finished checkpoint" if where else "does not exist"
-            raise FileNotFoundError(
-                f"jdp.Checkpoints has nothing to restore: {self._folder.path} {what}. Look whether "
-                "the path is meant; a run that may be new asks latest() first."
-            )
-        if step is not None and step not in steps:
-            raise FileNotFoundError(
-                f"jdp.Checkpoints: {self._folder.path} holds no step {step}, but "
-                f"{', '.join(map(str, steps))}."
-            )
+        if not steps or (step is not None and step not in steps):
+            say = functools.partial(say_missing, self._folder, steps, step)
+            raise FileNotFoundError(self._decisions.first(say))
         bad: list[str] = []
         for number in [step] if step is not None else reversed(steps):
             try:
@@ -384,11 +381,9 @@ class Checkpoints:
                 self._keeper.bad.add(number)
                 continue
             if bad:
-                warnings.warn(
-                    f"jdp.Checkpoints, {self._folder.path}: {'; '.join(bad)}. Went back to step "
-                    f"{number}, the last good one. What came after it is trained again.",
-                    stacklevel=3,
-                )
+                went = f"Went back to step {number}, the last good one."
+                text = f"jdp.Checkpoints, {self._folder.path}: {'; '.join(bad)}. {went}"
+                warnings.warn(f"{text} What came after it is trained again.", stacklevel=3)
             return manifest
         raise CheckpointError(
             f"jdp.Checkpoints, {self._folder.path}: {'; '.join(bad)}. Files were changed, cut or "
@@ -396,5 +391,10 @@ class Checkpoints:
         )
 
     def _check_share(self, manifest: Manifest) -> None:
-        names = list(manifest.files)[jax.process_index() :: jax.process_count()]
+        names = _mine(list(manifest.files))
         self._folder.check(manifest.step, {name: manifest.files[name] for name in names})
+
+
+def _mine(names: list[str]) -> list[str]:
+    """This process's share of the files."""
+    return names[jax.process_index() :: jax.process_count()]

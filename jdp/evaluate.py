@@ -21,6 +21,7 @@ from jdp.microbatch import Layout, lay_out, on_replicas, over_microbatches, sum_
 from jdp.pace import is_emulated, keep_pace
 from jdp.padded import map_logical, view
 from jdp.rows import agreed
+from jdp.watchdog import note_alive
 
 
 def eval_step(
@@ -137,6 +138,7 @@ def evaluate(
     params = agreed(params)  # once, and not for every batch
     total, pending = None, None
     for batch in batches:
+        note_alive()  # an evaluation may take longer than a run may stand still
         new = step(params, batch, **keywords)
         total, pending = _add(total, pending), new
     total = _add(total, pending)

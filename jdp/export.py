@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp.archive import library
 from jdp.decisions import Decisions
 from jdp.folder import CheckpointError
 from jdp.manifest import Leaf, differences, flatten
+from jdp.optional import library
 from jdp.padded import logical, put
 from jdp.replica import is_stored
 from jdp.rows import agreed
@@ -139,7 +139,7 @@ def _put(array: np.ndarray, like: Any) -> Any:
 
 def _safetensors() -> Any:
     use = "jdp.export_params and import_params use safetensors"
-    return library("safetensors.numpy", use, "safetensors")
+    return library("safetensors.numpy", use, "checkpoints", "safetensors")
 
 
 def _name(path: Any) -> str:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 import glob
-import importlib
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from jdp.optional import library
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
@@ -132,7 +133,7 @@ class ArrayRecords:
     ) -> None:
         self._paths = existing(paths, "jdp.ArrayRecords")
         self._decode = decode
-        grain = needed("grain", "jdp.ArrayRecords")
+        grain = library("grain", "jdp.ArrayRecords reads through Grain", "data")
         try:
             self._records = grain.sources.ArrayRecordDataSource(self._paths)
             self._length = len(self._records)
@@ -210,7 +211,7 @@ class _Group(NamedTuple):
 
 
 def _group_sizes(path: str, columns: Sequence[str]) -> list[int]:
-    parquet = needed("pyarrow.parquet", "jdp.Parquet")
+    parquet = library("pyarrow.parquet", "jdp.Parquet reads through pyarrow", "data")
     try:
         metadata = parquet.read_metadata(path)
         names = metadata.schema.to_arrow_schema().names
@@ -226,7 +227,7 @@ def _group_sizes(path: str, columns: Sequence[str]) -> list[int]:
 
 @functools.lru_cache(maxsize=_ROW_GROUPS_KEPT)
 def _read_group(group: _Group, columns: tuple[str, ...] | None) -> Any:
-    parquet = needed("pyarrow.parquet", "jdp.Parquet")
+    parquet = library("pyarrow.parquet", "jdp.Parquet reads through pyarrow", "data")
     try:
         if os.stat(group.path).st_mtime_ns != group.changed:
             raise OSError("it was written anew since this run opened it")
@@ -234,17 +235,6 @@ def _read_group(group: _Group, columns: tuple[str, ...] | None) -> Any:
             return file.read_row_group(group.number, columns=columns and list(columns))
     except Exception as error:
         raise damaged("jdp.Parquet", f"row group {group.number} of {group.path}", error) from error
-
-
-def needed(module: str, who: str) -> Any:
-    """Imports an optional library, or says how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"{who} reads through {module}, which is not installed ({error}). Install it with: "
-            f"pip install 'jdp-train[data]'"
-        ) from error
 
 
 def existing(paths: Any, who: str) -> list[str]:

@@ -127,6 +127,10 @@ class Folder:
         for path in (folder, self.path):
             _flush(path, self.local)
 
+    def check_off(self, step: int, names: list[str]) -> list[tuple[str, int, int]]:
+        """Files of a checkpoint by name, with their sizes and checksums."""
+        return [(name, *check_off(self.of(step) / "arrays" / name)) for name in names]
+
     def remove(self, step: int) -> None:
         """Removes a checkpoint, or the beginning of one; never leaves half of one."""
         folder = self.of(step)

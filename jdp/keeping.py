@@ -31,7 +31,7 @@ class Keeper:
         """Makes room for the checkpoint of a step; `False` if this run has made it."""
         try:
             self._folder.lock()
-            steps = [s for s in self._folder.steps() if s not in self.bad]
+            steps = self._good()
             if step in steps and step in self.own:
                 return False
             self._check_folder(step, steps, leaves)
@@ -42,16 +42,32 @@ class Keeper:
             raise self._folder.explain(error, step) from error
         return True
 
+    def claim(self, step: int) -> None:
+        """Takes the folder for a run that goes on from a step."""
+        try:
+            self._folder.lock()
+            steps = self._good()
+        except OSError as error:
+            raise self._folder.explain(error, step) from error
+        if steps and steps[-1] > step:
+            raise ValueError(self._later(f"was to go on from step {step}", step + 1, steps))
+
+    def _good(self) -> list[int]:
+        return [step for step in self._folder.steps() if step not in self.bad]
+
+    def _later(self, what: str, step: int, steps: list[int]) -> str:
+        return (
+            f"jdp.Checkpoints {what} in {self._folder.path}, which holds step {steps[-1]} of "
+            "another or a longer run: that would be resumed, and not this. Go on from it with "
+            "resume, give this run a folder of its own, or remove the later checkpoints with "
+            f"drop(after={max([s for s in steps if s < step], default=0)})."
+        )
+
     def _check_folder(self, step: int, steps: list[int], leaves: list[Leaf]) -> None:
         if not steps:
             return
         if steps[-1] >= step:
-            raise ValueError(
-                f"jdp.Checkpoints was to save step {step} in {self._folder.path}, which holds step "
-                f"{steps[-1]} of another or a longer run: that would be resumed, and not this. "
-                "Resume it with restore, give this run a folder of its own, or remove the later "
-                f"checkpoints with drop(after={max([s for s in steps if s < step], default=0)})."
-            )
+            raise ValueError(self._later(f"was to save step {step}", step, steps))
         try:
             manifest = self._folder.manifest(steps[-1])
         except ValueError:
@@ -101,4 +117,16 @@ def say_differences(
         f"optimizer than {what}:\n{text}\nUse the model and transformation that it was saved "
         'with, restore what is the same alone, restore(like, parts=("params",)), or give the '
         "run a folder of its own."
+    )
+
+
+def say_missing(folder: Folder, steps: list[int], step: int | None) -> str:
+    """The sentence about a checkpoint that is not there."""
+    if steps:
+        there = ", ".join(map(str, steps))
+        return f"jdp.Checkpoints: {folder.path} holds no step {step}, but {there}."
+    what = "holds no finished checkpoint" if folder.path.exists() else "does not exist"
+    return (
+        f"jdp.Checkpoints has nothing to restore: {folder.path} {what}. Look whether the path is "
+        "meant; a run that may be new takes resume, or asks latest() first."
     )

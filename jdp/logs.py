@@ -1,4 +1,4 @@
-"""Where metrics go: a file of JSON lines, TensorBoard's event files, or any function.
+"""Where metrics go: a file of JSON lines, TensorBoard's event files, or any function; and a bar.
 
     log(step, {"loss": 1.5, ...})    for each step that is logged, on one process
     log.close()                      at the end, if it has one
@@ -7,12 +7,18 @@ A run that is taken up at step s writes s, s + 1, ... once more; what an earlier
 steps is dropped first, so that each step is in the log once.
 """
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
+
+import jax
+
+from jdp.optional import library
 
 
 class JsonLines:
@@ -115,11 +121,47 @@ class TensorBoard:
 
 
 def _writer(folder: Path, step: int) -> Any:
+    use = "jdp.TensorBoard writes through tensorboardX"
+    written = library("tensorboardX", use, "run", "tensorboardX")
+    return written.SummaryWriter(str(folder), purge_step=step)
+
+
+def progress_bar(
+    progress: bool | None, number: int, steps: int | None
+) -> contextlib.AbstractContextManager[Callable[[int, float | None], None]]:
+    """A bar on process 0: a context that gives `show(step, loss)`.
+
+    Args:
+        progress: Whether to draw one; `None`: where a terminal and rich are.
+        number: Where it begins.
+        steps: Where it ends, if that is known.
+    """
+    nothing = contextlib.nullcontext(lambda number, loss: None)
+    if progress is False or jax.process_index() or (progress is None and not sys.stderr.isatty()):
+        return nothing
     try:
-        from tensorboardX import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            "jdp.TensorBoard writes through tensorboardX, which is not installed "
-            "(pip install 'jdp-train[run]'). jdp.JsonLines needs nothing."
-        ) from error
-    return SummaryWriter(str(folder), purge_step=step)
+        bars = library("rich.progress", "A progress bar is drawn by rich", "run", "rich")
+        console = library("rich.console", "A progress bar is drawn by rich", "run", "rich")
+    except ImportError:
+        if progress:
+            raise
+        return nothing
+
+    @contextlib.contextmanager
+    def shown() -> Any:
+        columns = (
+            bars.BarColumn(),
+            bars.TextColumn("step {task.completed:,.0f}"),
+            bars.TextColumn("{task.fields[loss]}"),
+            bars.TimeElapsedColumn(),
+            bars.TimeRemainingColumn(),
+        )
+        with bars.Progress(*columns, console=console.Console(stderr=True)) as bar:
+            task = bar.add_task("", total=steps, completed=number, loss="")
+
+            def show(number: int, loss: float | None) -> None:
+                bar.update(task, completed=number, loss="" if loss is None else f"loss {loss:.4g}")
+
+            yield show
+
+    return shown()

@@ -8,17 +8,25 @@ never wait for the host to look.
 """
 
 import contextlib
-import math
-import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jdp.agreement import check_processes
+from jdp.bad_steps import BadSteps
+from jdp.batches import Batches
 from jdp.decisions import Decisions
+from jdp.logs import progress_bar
+from jdp.mesh import is_whole
 from jdp.stopping import Stop
+from jdp.watchdog import note_alive
+
+if TYPE_CHECKING:
+    from jdp.checkpoint import Checkpoints
 
 Log = Callable[[int, Mapping[str, float]], None]
 
@@ -38,7 +46,9 @@ def every(steps: int, call: Callable[[Any], Any], *, at_end: bool = True) -> Eve
         steps: It is called after each step whose number this divides.
         call: `call(state)`; a dict of numbers that it returns is logged. The next step reuses the
             state's memory, so it must not keep the state. All processes call it, so that it may use
-            collectives.
+            collectives, and must not leave them to one process: print and write on process 0,
+            evaluate everywhere. One that takes longer than `stuck_seconds` calls `jdp.note_alive`
+            now and then, as `jdp.evaluate` does.
         at_end: Whether it is called after the last step, too.
 
     Raises:
@@ -63,11 +73,13 @@ def run(
     batches: Iterable[Any],
     *,
     steps: int | None = None,
+    checkpoints: "Checkpoints | None" = None,
     callbacks: Sequence[Every] = (),
     log: Sequence[Log] = (),
     log_every: int = 10,
     stop: Callable[[int], bool] | Stop | None = None,
     most_nonfinite: int | None = 100,
+    batches_begin: int = 0,
     progress: bool | None = None,
 ) -> Any:
     """Trains until the batches end, a number of steps is reached, or `stop` says so.
@@ -75,31 +87,46 @@ def run(
     Guarantees:
         - A batch is drawn only when it will be trained with: an iterator that knows its position
           stands right behind the last step.
-        - All processes end after the same step, whichever of them wanted to.
-        - Metrics of a step are read after the next has been dispatched.
+        - All processes begin alike (`jdp.check_processes`, where the step can be lowered), and end
+          after the same step, whichever of them wanted to. No process begins a step before all
+          have come out of the callbacks.
+        - Metrics of a step are read after the next has been dispatched, or before it is saved.
+        - Nothing is saved while the last steps were bad: the newest checkpoint is a good one.
         - However it ends, logs are closed; an error says in which step it was raised.
 
     Args:
         step: `jdp.train_step(...)`, or any `step(state, batch) -> (state, metrics)`.
         state: Where to begin; steps count on from `state.step` if it has one.
-        batches: Global batches, as from `jdp.feed`; of one process, host batches will do.
+        batches: Global batches, as from `jdp.Batches` or `jdp.feed`; of one process, host batches
+            will do.
         steps: The number of the last step, `state.step` included: a run that is taken up ends where
             it would have. `None`: when the batches end.
+        checkpoints: Where to save: when it is time to (after each step, if it has no period) and
+            after the last step, with the position of the batches. The best is chosen among metrics
+            and what callbacks of that step returned. To go on from there, before:
+            `state = checkpoints.resume(state, batches)`.
         callbacks: Of `every`; what they return is logged.
         log: Each is called as `log(step, values)` on process 0: `JsonLines`, `TensorBoard`, or a
-            function such as `lambda step, values: wandb.log(values, step=step)`.
+            function such as `lambda step, values: wandb.log(values, step=step)`. No collectives.
         log_every: Steps between two logged ones; the last is logged always.
         stop: A `jdp.Stop`, or `stop(step)`: whether to end after that step. With several processes
             a function is asked at logged steps only, and one of them is enough.
-        most_nonfinite: Steps in a row whose loss may be NaN or infinite; `None` for no limit.
+        most_nonfinite: Steps in a row that may be bad: of a loss that is NaN or infinite, or left
+            out by `jdp.skip_nonfinite`. `None` for no limit.
+        batches_begin: Steps that the state had made when the batches began, where a trained state
+            goes on with other data.
         progress: A progress bar on process 0; `None` shows one where a terminal and rich are.
 
     Returns:
         The last state.
 
     Raises:
-        FloatingPointError: If the loss was not finite too often in a row.
-        ValueError: If `steps` or `log_every` is no positive whole number, or the state is beyond.
+        FloatingPointError: If too many steps in a row were bad, or a parameter is not finite when
+            it is to be saved: with the first bad step, its examples (of `jdp.Batches`) and the last
+            good checkpoint. All processes raise it.
+        CheckpointError: If the checkpoints cannot be written.
+        ValueError: If a number cannot be meant, the state is beyond `steps`, `batches` stand at
+            another step than the state, the folder holds a later one, or processes differ.
 
     Example:
         >>> tx, mesh = optax.chain(jdp.all_reduce(), optax.sgd(0.5)), jdp.make_mesh()
@@ -115,47 +142,56 @@ def run(
         ([(2, 0.0), (4, 0.0)], 4)
     """
     number = int(getattr(state, "step", 0))
-    _validate(number, steps, log_every, most_nonfinite)
+    _validate(number, steps, log_every, most_nonfinite, batches_begin)
+    if hasattr(state, "step"):
+        _check_position(number, batches, batches_begin)
+    bad = BadSteps(most_nonfinite, batches, batches_begin, checkpoints)
+    saver = _Saver(checkpoints, batches, bad, number)
     with contextlib.ExitStack() as stack:
         for one in log:
             stack.callback(getattr(one, "close", lambda: None))
-        bar = stack.enter_context(_bar(progress, number, steps))
-        reader = _Reader(log, log_every, most_nonfinite, bar, number)
+        bar = stack.enter_context(progress_bar(progress, number, steps))
+        reader, caller = _Reader(log, log_every, bad, bar, number), _Caller(callbacks)
         agree = _agreement(stop, log_every)
-        drawn = iter(batches)
+        drawn, first = iter(batches), True
         try:
             while (steps is None or number < steps) and not (number and agree(number)):
                 try:
                     batch = next(drawn)
                 except StopIteration:
                     break
+                if first:
+                    _check_alike(step, state, batch, steps)
                 state, metrics = step(state, batch)
+                first, number = False, number + 1
                 reader.read()
-                number += 1
-                due = [x for x in callbacks if number % x.steps == 0]
-                reader.pending = (number, metrics, _called(due, state))
+                reader.pending = _Pending(number, metrics, caller.after(number, state))
+                saver.after(number, state, reader)
             if reader.pending is not None:
-                missed = [x for x in callbacks if x.at_end and number % x.steps]
-                reader.pending[2].update(_called(missed, state))
-            reader.read(last=True)
+                reader.pending.found.update(caller.at_end(number, state))
+                reader.read(last=True)
+                saver.at_end(number, state, reader)
         except Exception as error:
             error.add_note(f"jdp.run: after {number} steps, in the next or in what comes between.")
             raise
     return state
 
 
-def _check_whole(who: str, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _check_whole(who: str, name: str, value: Any, least: int = 1) -> None:
+    if not is_whole(value) or value < least:
         raise ValueError(
-            f"{who} got {name}={value!r}, but it counts steps: a whole number, at least 1."
+            f"{who} got {name}={value!r}, but it counts steps: a whole number, at least {least}."
         )
 
 
-def _validate(number: int, steps: int | None, log_every: int, most_nonfinite: int | None) -> None:
+def _validate(
+    number: int, steps: Any, log_every: Any, most_nonfinite: Any, batches_begin: Any
+) -> None:
     given = {"steps": steps, "log_every": log_every, "most_nonfinite": most_nonfinite}
     for name, value in given.items():
         if value is not None:
             _check_whole("run", name, value)
+    _check_whole("run", "batches_begin", batches_begin, 0)
     if steps is not None and number > steps:
         raise ValueError(
             f"run got steps={steps}, but the state has made {number} steps already. `steps` is the "
@@ -163,10 +199,57 @@ def _validate(number: int, steps: int | None, log_every: int, most_nonfinite: in
         )
 
 
+def _check_position(number: int, batches: Any, begin: int) -> None:
+    """Batches that know where they stand go on where the state does."""
+    if not isinstance(batches, Batches) or batches.step + begin == number:
+        return
+    what = "be trained with again" if batches.step + begin < number else "be left out"
+    raise ValueError(
+        f"run got a state that has made {number} steps, and batches that stand at step "
+        f"{batches.step + begin}: examples would {what}. The position is saved with a state and "
+        "goes with it: state = checkpoints.resume(state, batches), or batches.restore(position) of "
+        "what checkpoints.restore returned; batches.at(step) looks at a batch without moving. "
+        "Where a trained state is meant to go on with other data, say how many steps it had made "
+        f"when they began: batches_begin={max(0, number - batches.step)}."
+    )
+
+
+def _check_alike(step: Any, state: Any, batch: Any, steps: int | None) -> None:
+    """Several processes are about to run the same thing."""
+    if jax.process_count() > 1 and hasattr(step, "lower"):
+        check_processes(step, state, batch, num_steps=steps)
+
+
+class _Caller:
+    """Calls callbacks, and makes sure that all processes come out of them."""
+
+    def __init__(self, callbacks: Sequence[Every]) -> None:
+        self._callbacks = callbacks
+        self._decisions = Decisions("the callbacks of jdp.run")
+
+    def after(self, number: int, state: Any) -> dict[str, float]:
+        """Those whose turn it is after a step."""
+        return self._call([x for x in self._callbacks if number % x.steps == 0], state)
+
+    def at_end(self, number: int, state: Any) -> dict[str, float]:
+        """Those that are called after the last step, too."""
+        return self._call([x for x in self._callbacks if x.at_end and number % x.steps], state)
+
+    def _call(self, callbacks: Sequence[Every], state: Any) -> dict[str, float]:
+        if not callbacks:
+            return {}
+        # A collective that only one process calls would meet one of the next step, and give both
+        # a wrong result: so all come out of the callbacks before any goes on.
+        found = self._decisions.each(lambda: _called(callbacks, state))
+        note_alive()
+        return found[jax.process_index()]
+
+
 def _called(callbacks: Sequence[Every], state: Any) -> dict[str, float]:
     """What they return, together."""
     found: dict[str, float] = {}
     for one in callbacks:
+        note_alive()  # each may take as long as a run may stand still
         told = one.call(state)
         found |= _scalars(told) if isinstance(told, Mapping) else {}
     return found
@@ -179,44 +262,107 @@ def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(x) for name, x in jax.device_get(kept).items()}
 
 
-class _Reader:
-    """Reads the metrics of the step before."""
+class _Saver:
+    """Saves when it is time to, if the last steps were good."""
 
     def __init__(
-        self, log: Sequence[Log], log_every: int, most_nonfinite: int | None, bar: Any, begin: int
+        self, checkpoints: "Checkpoints | None", batches: Any, bad: BadSteps, begin: int
+    ) -> None:
+        self._checkpoints, self._bad = checkpoints, bad
+        self._data = batches if callable(getattr(batches, "state", None)) else None
+        self._owed, self._saved = False, begin
+        if checkpoints is None:
+            return
+        if self._data is None:
+            warnings.warn(
+                f"jdp.run saves no position in the data: a {type(batches).__name__} has no "
+                "state(). A run that resumes would begin its data anew, and repeat examples. Draw "
+                "from jdp.Batches, or give it state() and restore(position).",
+                stacklevel=3,
+            )
+        checkpoints.claim(begin)
+
+    def after(self, number: int, state: Any, reader: "_Reader") -> None:
+        """After a step."""
+        if self._checkpoints is not None and (self._checkpoints.due(number) or self._owed):
+            self._owed = True  # until a good step comes
+            reader.settle()
+            self._save(self._checkpoints, number, state, reader.values)
+
+    def at_end(self, number: int, state: Any, reader: "_Reader") -> None:
+        """After the last step, which has been read."""
+        if self._checkpoints is None or self._saved == number:
+            return
+        self._save(self._checkpoints, number, state, reader.values)
+        if self._bad.in_a_row:
+            first = number - self._bad.in_a_row + 1
+            warnings.warn(
+                f"jdp.run ended after step {number} in the midst of bad steps, and has not saved "
+                f"its last state. They began with step {first}. {self._bad.about(first)}",
+                stacklevel=3,
+            )
+
+    def _save(
+        self, checkpoints: "Checkpoints", number: int, state: Any, values: dict[str, float]
+    ) -> None:
+        if self._bad.in_a_row:
+            return
+        note_alive()
+        given = values if checkpoints.best_by is None or checkpoints.best_by[0] in values else None
+        try:
+            checkpoints.save(state, step=number, data=self._data, metrics=given, force=True)
+        except FloatingPointError as error:
+            self._bad.fail(f"After step {number}: {error}", number)
+        self._owed, self._saved = False, number
+        note_alive()
+
+
+class _Pending(NamedTuple):
+    """A step that was dispatched: its number, its metrics, and what its callbacks returned."""
+
+    number: int
+    metrics: Mapping[str, Any]
+    found: dict[str, float]
+
+
+class _Reader:
+    """Reads the metrics of a step, late, and tells the logs."""
+
+    def __init__(
+        self, log: Sequence[Log], log_every: int, bad: BadSteps, bar: Any, begin: int
     ) -> None:
         self._log = log if jax.process_index() == 0 else ()
-        self._log_every, self._most, self._bar = log_every, most_nonfinite, bar
-        self.pending: tuple[int, Mapping[str, Any], dict[str, float]] | None = None
-        self._bad, self._logged, self._since = 0, begin, time.perf_counter()
+        self._log_every, self._bad, self._bar = log_every, bad, bar
+        self.pending: _Pending | None = None
+        self.values: dict[str, float] = {}
+        self._settled, self._logged, self._since = begin, begin, time.perf_counter()
 
-    def read(self, *, last: bool = False) -> None:
-        """Waits for the step that is pending, and tells the logs if it is one to be logged."""
-        if self.pending is None:
+    def settle(self, *, whole: bool = True) -> None:
+        """Waits for the step that is pending, and counts it if it was bad."""
+        if self.pending is None or self._settled == self.pending.number:
             return
         number, metrics, found = self.pending
-        self.pending = None
+        few = {name: x for name, x in metrics.items() if name in ("loss", "skipped")}
+        values = _scalars(metrics if whole else few)
+        self.values, self._settled = values | found, number
+        self._bar(number, values.get("loss"))
+        self._bad.note(number, values.get("loss"), values.get("skipped"))
+
+    def read(self, *, last: bool = False) -> None:
+        """Settles the step that is pending, and tells the logs if it is one to be logged."""
+        if self.pending is None:
+            return
+        number, _, found = self.pending
         due = last or bool(found) or number % self._log_every == 0
-        values = _scalars(metrics if due else {k: x for k, x in metrics.items() if k == "loss"})
-        loss = values.get("loss")
-        self._bar(number, loss)
-        self._count(number, loss)
+        self.settle(whole=due)
+        self.pending = None
         if due:
             now = time.perf_counter()
-            values["steps_per_s"] = (number - self._logged) / max(now - self._since, 1e-9)
+            speed = (number - self._logged) / max(now - self._since, 1e-9)
             self._logged, self._since = number, now
+            self.values |= found
             for one in self._log:
-                one(number, values | found)
-
-    def _count(self, number: int, loss: float | None) -> None:
-        self._bad = 0 if loss is None or math.isfinite(loss) else self._bad + 1
-        if self._most is not None and self._bad >= self._most:
-            raise FloatingPointError(
-                f"The loss is {loss}, and has not been finite in {self._bad} steps in a row, from "
-                f"step {number - self._bad + 1} on. Look at that step's batch, take a smaller "
-                "learning rate, or skip such steps with jdp.skip_nonfinite; most_nonfinite sets "
-                "the limit."
-            )
+                one(number, self.values | {"steps_per_s": speed})
 
 
 def _agreement(stop: Callable[[int], bool] | Stop | None, log_every: int) -> Callable[[int], bool]:
@@ -233,40 +379,3 @@ def _agreement(stop: Callable[[int], bool] | Stop | None, log_every: int) -> Cal
         return number % log_every == 0 and any(decisions.each(lambda: bool(stop(number))))
 
     return agreed
-
-
-def _bar(
-    progress: bool | None, number: int, steps: int | None
-) -> contextlib.AbstractContextManager[Callable[[int, float | None], None]]:
-    """A context that gives `show(step, loss)`."""
-    nothing = contextlib.nullcontext(lambda number, loss: None)
-    if progress is False or jax.process_index() or (progress is None and not sys.stderr.isatty()):
-        return nothing
-    try:
-        import rich.progress as bars
-        from rich.console import Console
-    except ImportError as error:
-        if progress:
-            raise ImportError(
-                "A progress bar is drawn by rich, which is not installed (pip install rich)."
-            ) from error
-        return nothing
-
-    @contextlib.contextmanager
-    def shown() -> Any:
-        columns = (
-            bars.BarColumn(),
-            bars.TextColumn("step {task.completed:,.0f}"),
-            bars.TextColumn("{task.fields[loss]}"),
-            bars.TimeElapsedColumn(),
-            bars.TimeRemainingColumn(),
-        )
-        with bars.Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("", total=steps, completed=number, loss="")
-
-            def show(number: int, loss: float | None) -> None:
-                bar.update(task, completed=number, loss="" if loss is None else f"loss {loss:.4g}")
-
-            yield show
-
-    return shown()

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jdp.decisions import Decisions
+from jdp.drift import check_replicas
 from jdp.manifest import Leaf, only
 from jdp.mesh import is_whole
 from jdp.replica import find_nodes
@@ -82,6 +83,44 @@ def position(data: Any) -> Any:
         ) from None
 
 
+def agreed_position(data: Any, decisions: Decisions) -> Any:
+    """The position in the data, the same on all processes."""
+    place = position(data)
+    places = decisions.each(lambda: place)
+    if any(other != places[0] for other in places):
+        raise ValueError(
+            "jdp.Checkpoints.save was given another `data` on one process than on another: a "
+            "checkpoint holds one position, which any number of processes can go on from. Give "
+            "that of the global batches, as jdp.Batches does."
+        )
+    return place
+
+
+def put_back(place: Any, data: Any) -> None:
+    """Moves what a run draws from to the position that was saved."""
+    if place is not None and data is None:
+        raise ValueError(
+            f"jdp.Checkpoints.resume: the checkpoint was saved at a position in the data "
+            f"({place!r:.100}), and there is nothing to move there: the run would repeat examples. "
+            "Give it the data, resume(state, batches), or take the position in hand with restore."
+        )
+    if place is None and data is not None:
+        raise ValueError(
+            "jdp.Checkpoints.resume: the checkpoint was saved without a position in the data, so "
+            "where to go on is not known, and starting over would repeat examples. Save with "
+            "data=batches. Where it is meant, leave the data out: resume(state)."
+        )
+    if data is None:
+        return
+    if not callable(getattr(data, "restore", None)):
+        raise TypeError(
+            f"jdp.Checkpoints.resume got a {type(data).__name__} as data, which has no "
+            "restore(position). Give a jdp.Batches, or take the position in hand: "
+            "state, position = checkpoints.restore(state)."
+        )
+    data.restore(place)
+
+
 def numbers(metrics: Mapping[str, Any] | None, best: tuple[str, str] | None) -> dict[str, float]:
     """Metrics as plain numbers, among them the one that the best checkpoint is chosen by."""
     named = {name: float(value) for name, value in (metrics or {}).items()}
@@ -93,24 +132,39 @@ def numbers(metrics: Mapping[str, Any] | None, best: tuple[str, str] | None) -> 
     return named
 
 
+def check_state(state: Any, number: int, check: bool) -> None:
+    """Refuses a state of another step and, if it is to be checked, one that has gone wrong."""
+    own = getattr(state, "step", None)
+    if own is not None and jnp.ndim(own) == 0 and int(own) != number:
+        raise ValueError(
+            f"jdp.Checkpoints.save got step={number}, but the state counts {int(own)} steps. "
+            "A run that resumes there would count, schedule and draw its data one way and its "
+            "keys another. Leave `step` out, or number the steps as the state does: 1 after "
+            "the first."
+        )
+    if check:
+        check_replicas(state)
+        check_finite(getattr(state, "params", None))
+
+
 @jax.jit
-def _any_nan(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.any(jnp.isnan(x)) for x in arrays]
+def _all_finite(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.all(jnp.isfinite(x)) for x in arrays]
 
 
-def check_nan(params: Any) -> None:
-    """Refuses parameters of which one is NaN, naming it."""
+def check_finite(params: Any) -> None:
+    """Refuses parameters of which one is not finite, naming it."""
     found = jax.tree_util.tree_flatten_with_path(params)[0]
     found = [(p, x) for p, x in found if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     if not found:
         return
-    for (path, _), nan in zip(found, _any_nan([x for _, x in found]), strict=True):
-        if nan:
-            raise ValueError(
-                f"jdp.Checkpoints.save: the parameter {jax.tree_util.keystr(path)} holds NaN. Such "
-                "a state cannot be trained further, and would in time displace the good ones. "
-                "Restore the last one; jdp.skip_nonfinite leaves such steps out. (check=False "
-                "saves it all the same.)"
+    for (path, _), finite in zip(found, _all_finite([x for _, x in found]), strict=True):
+        if not finite:
+            raise FloatingPointError(
+                f"jdp.Checkpoints.save: the parameter {jax.tree_util.keystr(path)} holds NaN or "
+                "infinity. Such a state cannot be trained further, and would in time displace the "
+                "good ones. Resume from the last one; jdp.skip_nonfinite leaves such steps out. "
+                "(check=False saves it all the same.)"
             )
 
 

@@ -7,6 +7,7 @@ Nothing here takes a gradient or sends one.
 """
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -186,6 +187,8 @@ def _born(make: Callable[[], Any], placement: Placement | None, mesh: Mesh) -> A
     if placement is None:
         return jax.jit(lambda: make(), out_shardings=NamedSharding(mesh, P()))()
 
+    _check_generator(make, placement)
+
     def stored() -> Any:
         leaves, treedef = jax.tree.flatten(make())
         pairs = zip(leaves, placement.parts, strict=True)
@@ -193,6 +196,19 @@ def _born(make: Callable[[], Any], placement: Placement | None, mesh: Mesh) -> A
 
     places = stored_places(jax.eval_shape(stored), placement, mesh)
     return jax.jit(stored, out_shardings=places)()
+
+
+def _check_generator(make: Callable[[], Any], placement: Placement) -> None:
+    """Some generators draw other values where an array is split otherwise, jax-ml/jax#40232."""
+    if found := re.search(r"key<u?rbg>", str(jax.make_jaxpr(make)())):
+        name = {"key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}[found[0]]
+        warnings.warn(
+            f"The parameters are drawn by JAX's generator {name!r} where {placement.name} splits "
+            "them, and on GPU and TPU its values depend on how an array is split: the same seed "
+            "gives others on another number of devices. Draw them from jax.random.key(seed, "
+            "impl='threefry2x32'), or give init_state the arrays instead of a function.",
+            stacklevel=4,
+        )
 
 
 def _shapes(

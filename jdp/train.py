@@ -27,7 +27,7 @@ from jdp.order import check_order
 from jdp.pace import is_emulated, keep_pace
 from jdp.split import find_placement
 from jdp.state import TrainState
-from jdp.update import keep_if_skipped, update
+from jdp.update import keep_if_skipped, skips, update
 from jdp.watchdog import note_step
 
 
@@ -71,7 +71,8 @@ def train_step(
 
     Returns:
         `step(state, batch, *, shares=None) -> (state, metrics)`; metrics holds "loss" and the
-        leaves of aux (under their own names if aux is a dict, else under "aux").
+        leaves of aux (under their own names if aux is a dict, else under "aux"); "skipped", the
+        steps left out so far, where `tx` has a `skip_nonfinite` or a loss scale.
         `step.lower(state, batch)` gives the program without running it, from shapes alone too.
 
     Raises:
@@ -109,7 +110,7 @@ def train_step(
         params, opt_state = update(tx, grads, state, loss)
         model_state = keep_if_skipped(model_state, state.model_state, opt_state)
         new = TrainState(state.step + 1, params, opt_state, state.key, model_state)
-        return jax.tree.map(_strong, new), {"loss": loss, **_by_name(aux)}
+        return jax.tree.map(_strong, new), {"loss": loss, **skips(opt_state), **_by_name(aux)}
 
     def on(mesh: Mesh, **changes: Any) -> TrainStep:
         same = {"axis": axis, "microbatch": microbatch, "remat": remat, "donate": donate}

@@ -160,6 +160,16 @@ def keep_if_skipped(new: Any, old: Any, opt_state: Any) -> Any:
     return new
 
 
+def skips(opt_state: Any) -> dict[str, jax.Array]:
+    """How many steps have been left out so far, as a metric; nothing where nobody counts.
+
+    Replicas that take local steps count each for itself: to add that up they would have to talk.
+    """
+    nodes = find_nodes(opt_state, (SkipState, LossScaleState))
+    counts = [node.skipped for node in nodes if not is_per_replica(node.skipped)]
+    return {"skipped": functools.reduce(jnp.add, counts)} if counts else {}
+
+
 def _check_structure(old: Any, new: Any) -> None:
     """A step must be able to follow another."""
     if jax.tree.structure(old) == jax.tree.structure(new):

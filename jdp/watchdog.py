@@ -91,7 +91,7 @@ class _Here:
     def __init__(self) -> None:
         self.step, self.since = 0, time.monotonic()
         self.waits: list[str] = []
-        self.ended = False
+        self.ended, self.failing = False, 0.0
 
 
 _here = _Here()
@@ -113,10 +113,14 @@ def note_step(step: int | None = None) -> None:
 def note_alive() -> None:
     """Tells the watchdog that this process is busy with something longer than `stuck_seconds`.
 
-    An evaluation or a save that is called stuck, and is not, calls it now and then. Steps are
-    counted on: they are compared between processes.
+    What is called stuck, and is not, calls it now and then. It is no step: those are compared.
     """
     _here.since = time.monotonic()
+
+
+def note_failing() -> None:
+    """Tells the watchdog that this process ends with an error of its own, as all others do."""
+    _here.failing = time.monotonic()
 
 
 @contextlib.contextmanager
@@ -154,7 +158,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Starts the thread; from now on failures of this process are told to the others."""
-        _here.ended, _here.since = False, time.monotonic()
+        _here.ended, _here.failing, _here.since = False, 0.0, time.monotonic()
         self._post_beat()
         self._thread.start()
         atexit.register(self.note_end)
@@ -242,7 +246,7 @@ class Watchdog:
 
     def _obey(self, verdict: Verdict) -> None:
         """Says why, and ends this process; one that fails itself has time to finish."""
-        if self._exit_code is not None:
+        if self._exit_code is not None or _here.failing:
             self._wait_for_own_end()
         if self._stop.is_set():
             return
@@ -253,7 +257,7 @@ class Watchdog:
         self._leave(verdict.code)
 
     def _wait_for_own_end(self) -> None:
-        deadline = self._failed_at + self._vanished / 2
+        deadline = (self._failed_at or _here.failing) + self._vanished / 2
         while not self._stop.wait(_SLICE_SECONDS):
             if time.monotonic() >= deadline:
                 self._leave(self._exit_code or 1)
@@ -335,7 +339,8 @@ def stalled(beats: dict[int, Beat], seconds: float) -> Verdict | None:
 def _where(beat: Beat) -> str:
     if beat.ended:
         return f"{beat.host}, after step {beat.step}"
-    return f"{beat.host}, pid {beat.pid}, in step {beat.step}, at {beat.place}"
+    waits = f", waiting in {beat.waits}" if beat.waits else ""
+    return f"{beat.host}, pid {beat.pid}, in step {beat.step}, at {beat.place}{waits}"
 
 
 def _vanished(process: int, beat: Beat, why: str) -> str:

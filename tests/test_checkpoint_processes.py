@@ -92,7 +92,7 @@ def _run():
     return said
 
 
-def test_two_processes_and_one(tmp_path):
+def test_e10_two_processes_and_one(tmp_path):
     """E10 google/orbax#3181: the same answer, and the same error, on every process."""
     with jdp.Checkpoints(tmp_path / "one") as checkpoints:
         checkpoints.save(one.state_of("dp", 4), data={"epoch": 0, "step": 3})

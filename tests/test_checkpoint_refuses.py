@@ -252,12 +252,11 @@ def test_replicas_that_went_apart(state, folder):
         assert checkpoints.save(apart)
 
 
-def test_parameters_that_are_nan(state, folder):
-    broken = at(state, 2)._replace(
-        params=dict(state.params, b=state.params["b"].at[1].set(jnp.nan))
-    )
-    match = r"the parameter \['b'\] holds NaN.*skip_nonfinite"
-    with jdp.Checkpoints(folder) as checkpoints, pytest.raises(ValueError, match=match):
+@pytest.mark.parametrize("value", [jnp.nan, -jnp.inf])
+def test_parameters_that_are_not_finite(state, folder, value):
+    broken = at(state, 2)._replace(params=dict(state.params, b=state.params["b"].at[1].set(value)))
+    match = r"the parameter \['b'\] holds NaN or infinity.*skip_nonfinite"
+    with jdp.Checkpoints(folder) as checkpoints, pytest.raises(FloatingPointError, match=match):
         checkpoints.save(broken)
     assert holds(folder, 1)
 

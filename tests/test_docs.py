@@ -1,10 +1,16 @@
 """The code in the documentation runs, and says what it claims."""
 
+import json
+import os
 import re
+import signal
 
+import jax
 import numpy as np
 import pytest
 from cluster import ROOT
+
+import jdp
 
 pytestmark = pytest.mark.alternate
 
@@ -76,3 +82,57 @@ def test_the_guide_to_checkpoints(tmp_path, monkeypatch, capsys):
     text = (ROOT / "docs/checkpoints.md").read_text()
     shown = text[text.index("    jdp.Checkpoints: step 6") : text.index("| a file was cut")]
     assert " ".join(shown.split("\n\n")[0].split()) == said
+
+
+@pytest.fixture
+def twenty_lines():
+    """The program of the guide to long runs."""
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/long_runs.md").read_text(), flags=re.S
+    )
+    return block
+
+
+def _ended(program, folder, monkeypatch, at=0, happens=None):
+    """Its exit code (`None` after an error) and names, if something happens at a step."""
+    log = jdp.JsonLines.__call__
+
+    def disturbed(self, step, values):
+        log(self, step, values)
+        if step == at:
+            happens()
+
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(jdp.JsonLines, "__call__", disturbed)
+    names = {}
+    try:
+        exec(compile(program, "long_runs.md", "exec"), names)
+    except SystemExit as end:
+        return end.code, names
+    except ZeroDivisionError:
+        return None, names
+    finally:
+        monkeypatch.undo()
+    raise AssertionError("it did not end with a code")
+
+
+def test_twenty_lines_train_resume_and_survive(tmp_path, monkeypatch, twenty_lines):
+    assert sum(bool(line.strip()) for line in twenty_lines.splitlines()) <= 20
+    ended = lambda *more: _ended(twenty_lines, *more)  # noqa: E731
+    code, want = ended(tmp_path / "undisturbed", monkeypatch)
+    assert code == 0
+    folder = tmp_path / "disturbed"
+    asked = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+    assert ended(folder, monkeypatch, 130, lambda: 1 / 0)[0] is None
+    assert ended(folder, monkeypatch, 210, asked)[0] == jdp.Stop.code
+    code, got = ended(folder, monkeypatch)
+    assert code == 0
+    for ours, theirs in zip(*(jax.tree.leaves(x["state"]) for x in (got, want)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert got["batches"].state() == want["batches"].state()
+    np.testing.assert_allclose(got["state"].params["w"], [1, 2, 3], atol=0.01)
+    lines = (folder / "run/log.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == sorted(set(steps))
+    assert set(range(10, 301, 10)) <= set(steps)

@@ -117,6 +117,14 @@ def test_equinox_is_optional(example, monkeypatch, capsys):
     assert "pip install equinox" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_tracker_that_is_not_installed_is_named(example, monkeypatch, name):
+    module = example("trackers")
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=rf"{name} is not installed: pip install {name}\."):
+        module.main(module.Config(to=name))
+
+
 def test_gpt_learns_and_reports(tmp_path):
     output = run("--steps=60", "--evaluate-every=40", "--out", tmp_path)
     result = read(tmp_path)

@@ -152,7 +152,7 @@ def test_emulate_devices_after_jax_has_started():
         jdp.emulate_devices(4)
 
 
-def test_order_of_notebook_cells():
+def test_b10_order_of_notebook_cells():
     """B10, google/jax#6887: devices asked for after JAX has started."""
     script = """
 import jax
