@@ -165,8 +165,7 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         """Whether it is time to save, after this step: then `save(..., force=True)` does.
 
-        `save` asks by itself. To evaluate before a save, and only then, ask here instead: after
-        every step, on all processes.
+        `save` asks by itself. Ask here, after every step, to evaluate before a save alone.
         """
         last, self._last = self._last, step
         if last == _FAILED:
@@ -201,6 +200,7 @@ class Checkpoints:
             CheckpointError: If another run writes there, or nothing can be written.
             ValueError: If the folder holds a later step.
         """
+        self.wait()
         self._decisions.first(lambda: self._keeper.claim(step))
 
     def restore(

@@ -23,7 +23,7 @@ from jdp.decisions import Decisions
 from jdp.logs import progress_bar
 from jdp.mesh import is_whole
 from jdp.stopping import Stop
-from jdp.watchdog import note_alive
+from jdp.watchdog import note_alive, note_step
 
 if TYPE_CHECKING:
     from jdp.checkpoint import Checkpoints
@@ -164,6 +164,7 @@ def run(
                     _check_alike(step, state, batch, steps)
                 state, metrics = step(state, batch)
                 first, number = False, number + 1
+                note_step(number)  # by its number in the run, whatever the step tells
                 reader.read()
                 reader.pending = _Pending(number, metrics, caller.after(number, state))
                 saver.after(number, state, reader)

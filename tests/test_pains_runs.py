@@ -55,7 +55,7 @@ def test_e18_initial_values_do_not_depend_on_the_devices():
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_e18_a_generator_whose_values_depend_on_them_is_named(impl):
     tx, mesh = jdp.zero3(optax.sgd(1.0), min_size=0), jdp.make_mesh()
-    with pytest.warns(UserWarning, match=rf"'{impl}' where jdp.zero3 splits .* threefry2x32"):
+    with pytest.warns(UserWarning, match=rf"'{impl}' where jdp.zero3 splits .*threefry2x32"):
         jdp.init_state(drawn(impl), tx, mesh)
     with jax.default_prng_impl(impl), pytest.warns(UserWarning, match=f"'{impl}' where jdp.zero3"):
         jdp.init_state(drawn(None), tx, mesh)
