@@ -76,7 +76,7 @@ def main(config: Config) -> None:
     jdp.emulate_devices(8)
     jdp.initialize()
     x = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
-    source = jdp.Columns({"x": x, "y": x @ np.float32([1, 2, 3])})
+    source = jdp.Columns({"x": x, "y": x @ np.arange(1, 4, dtype=np.float32)})
     mesh = jdp.make_mesh()
     tx = optax.chain(jdp.all_reduce(), optax.adam(config.learning_rate))
     step = jdp.train_step(loss_fn, tx, mesh)

@@ -8,6 +8,7 @@ Copies are compared on the host, bit by bit. Nothing here runs a pmap.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -48,7 +49,7 @@ def from_replicated(tree: Any) -> Any:
 
 def _only(path: Any, leaf: Any) -> Any:
     """The one value that all copies are."""
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         impl = jax.random.key_impl(leaf)
         data = _only(path, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=impl)

@@ -186,6 +186,13 @@ def test_without_tensorboardx(monkeypatch, tmp_path):
         jdp.TensorBoard(tmp_path)(1, {})
 
 
+def test_without_rich(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "rich.progress", None)
+    jdp.run(Fake(), None, range(1))
+    with pytest.raises(ImportError, match=r"drawn by rich, .* not installed .*, or rich alone"):
+        jdp.run(Fake(), None, range(1), progress=True)
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [
