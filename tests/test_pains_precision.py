@@ -246,4 +246,5 @@ def test_a37_flaxs_scaler_inside_a_loss_scaled_by_jdp():
     state, metrics = step(jdp.init_state(PARAMS, tx, mesh_of()), BATCH)
     loss, want = reference.gradient(LOSS, PARAMS, BATCH)
     reference.assert_close(moved(PARAMS, state.params), want, rtol=2e-6)
+    assert int(metrics.pop("skipped")) == 0
     reference.assert_close(metrics, {"finite": 1.0, "loss": loss, "norm": jdp.global_norm(want)})
