@@ -9,6 +9,7 @@ In: paths and patterns. Out: a `Source`; it holds paths, and opens files where i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import glob
 import os
@@ -60,7 +61,7 @@ class TokenFile:
             )
         self._path = found[0]
         self._length, self._dtype = length, np.dtype(dtype)
-        size = os.path.getsize(self._path)
+        self._bytes = size = os.path.getsize(self._path)
         if not self._path.endswith(".npy") and size % self._dtype.itemsize:
             raise ValueError(
                 f"jdp.TokenFile: {self._path} has {size} bytes, which is no whole number of "
@@ -100,14 +101,25 @@ class TokenFile:
         return self._windows
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        start = index * self._length
-        window = np.array(self._ids[start : start + self._length + 1])
-        if len(window) <= self._length:
-            raise IndexError(
-                f"jdp.TokenFile: {self._path} has no whole window {index} of {self._windows}: the "
-                f"file has become shorter. Start again with the file as it is."
-            )
-        return {"tokens": window}
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        # Reading a mapping beyond the end of its file ends the process, with no word (SIGBUS).
+        with contextlib.suppress(FileNotFoundError):  # removed, but as long as ever
+            if os.stat(self._path).st_size < self._bytes:
+                raise IndexError(self._shorter(indices[0]))
+        starts = [index * self._length for index in indices]
+        windows = [np.array(self._ids[start : start + self._length + 1]) for start in starts]
+        for index, window in zip(indices, windows, strict=True):
+            if len(window) <= self._length:
+                raise IndexError(self._shorter(index))
+        return [{"tokens": window} for window in windows]
+
+    def _shorter(self, index: int) -> str:
+        return (
+            f"jdp.TokenFile: {self._path} has no whole window {index} of {self._windows}: the "
+            "file has become shorter. Start again with the file as it is."
+        )
 
 
 class ArrayRecords:

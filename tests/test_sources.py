@@ -102,11 +102,18 @@ def test_token_files_that_cannot_be_read(tmp_path):
     for damaged in (path, tmp_path / "x.npy"):
         with pytest.raises(ValueError, match=r"jdp.TokenFile cannot read .* cut short, damaged"):
             TokenFile(damaged, 1)
-    np.arange(9, dtype=np.uint16).tofile(path)
+    np.arange(20_001, dtype=np.uint16).tofile(path)
     source = TokenFile(path, 4)
-    np.arange(7, dtype=np.uint16).tofile(path)
-    with pytest.raises(IndexError, match="no whole window 1 of 2: the file has become shorter"):
-        _sent(source)[1]
+    assert source[4999]["tokens"][0] == 19996
+    os.truncate(path, 14)  # the mapping would end this process, by SIGBUS
+    for held in (source, _sent(source)):
+        with pytest.raises(IndexError, match="no whole window 4999 of 5000: the file has become"):
+            held[4999]
+    batches = jdp.Batches(source, jdp.make_mesh(), batch=8, seed=0)
+    with pytest.raises(RuntimeError, match=r"example \d+ in epoch 0 .*the file has become shorter"):
+        batches.at(3)
+    path.unlink()
+    assert source[1]["tokens"].shape == (5,)  # as long as it is open, it is there
 
 
 def _number(record):
