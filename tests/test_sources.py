@@ -105,12 +105,12 @@ def test_token_files_that_cannot_be_read(tmp_path):
     np.arange(20_001, dtype=np.uint16).tofile(path)
     source = TokenFile(path, 4)
     assert source[4999]["tokens"][0] == 19996
+    batches = jdp.Batches(source, jdp.make_mesh(), batch=8, seed=0)
     os.truncate(path, 14)  # the mapping would end this process, by SIGBUS
     for held in (source, _sent(source)):
         with pytest.raises(IndexError, match="no whole window 4999 of 5000: the file has become"):
             held[4999]
-    batches = jdp.Batches(source, jdp.make_mesh(), batch=8, seed=0)
-    with pytest.raises(RuntimeError, match=r"example \d+ in epoch 0 .*the file has become shorter"):
+    with pytest.raises(RuntimeError, match=r"example \d+ in epoch 0: .*the file has become shorter"):
         batches.at(3)
     path.unlink()
     assert source[1]["tokens"].shape == (5,)  # as long as it is open, it is there
