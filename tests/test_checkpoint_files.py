@@ -297,6 +297,18 @@ def test_e09_an_error_in_the_background_is_raised(tmp_path, monkeypatch, capsys)
     ]
 
 
+def test_a_save_that_failed_is_tried_again_before_its_period_is_over(tmp_path, monkeypatch):
+    with jdp.Checkpoints(tmp_path, every_minutes=1000) as checkpoints:
+        assert not checkpoints.save(tree(1), step=1)
+        monkeypatch.setattr(Folder, "commit", _fail)
+        checkpoints.save(tree(2), step=2, force=True)
+        with pytest.raises(jdp.CheckpointError):
+            checkpoints.wait()
+        monkeypatch.undo()
+        assert checkpoints.save(tree(3), step=3)
+        assert not checkpoints.due(4)
+
+
 def test_going_back_on_purpose(tmp_path):
     save(tmp_path, 1, 2, 3)
     with jdp.Checkpoints(tmp_path) as checkpoints:
