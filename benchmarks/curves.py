@@ -50,8 +50,8 @@ class Config:
 
     arms: tuple[str, ...] = ()  # none: all
     steps: int = 640
-    power_start: float = 0.25  # share of the steps in int8 before PowerSGD, where it has a start
-    local_start: float = 0.16  # the same before local steps
+    power_start: float = 1 / 3  # share of the steps in int8 before PowerSGD, where it has a start
+    local_start: float = 0.165  # the same before local steps
     outer_rate: float = 0.7  # of DiLoCo's outer optimizer
     outer_momentum: float = 0.9
     batch: int = 16
@@ -118,9 +118,7 @@ def arms(config: Config) -> dict[str, Arm]:
         "power_sgd_1": sync(jdp.power_sgd(1)),
         "power_sgd_2": sync(jdp.power_sgd(2)),
         "power_sgd_4": sync(jdp.power_sgd(4)),
-        "power_sgd_4_begun": begun(
-            INT8, config.power_start, jdp.power_sgd(4, wire_dtype=jnp.bfloat16)
-        ),
+        "power_sgd_4_begun": begun(INT8, config.power_start, jdp.power_sgd(4, wire_dtype=jnp.int8)),
         "top_k_1%": sync(jdp.top_k(0.01)),
         "sign": sync(jdp.sign()),
         "local_sgd_8": local(functools.partial(jdp.local_sgd, inner), 8),
