@@ -51,9 +51,10 @@ class Config:
     arms: tuple[str, ...] = ()  # none: all
     steps: int = 640
     power_start: float = 1 / 3  # share of the steps in int8 before PowerSGD, where it has a start
-    local_start: float = 0.165  # the same before local steps
+    local_int8: float = 0.149  # share of the steps in int8 before DiLoCo, where it has a start
+    local_start: float = 0.5  # share before local steps; what is not in int8 is PowerSGD
     outer_rate: float = 0.7  # of DiLoCo's outer optimizer
-    outer_momentum: float = 0.9
+    outer_momentum: float = 0.75  # 0.7 / (1 - 0.75) ~ sqrt(8): what Adam's noise takes from drift
     batch: int = 16
     learning_rate: float = 3e-3
     warmup: int | None = None  # steps; none: a thirteenth of them
@@ -97,20 +98,27 @@ def arms(config: Config) -> dict[str, Arm]:
         both = jdp.begin_with(first, calls, then)
         return Arm(lambda: optax.chain(both, inner), lambda n: [first if n <= calls else then])
 
-    def local(make: Any, every: int, share: float = 0.0, reduce: Any = EXACT) -> Arm:
-        start = round(share * config.steps)
+    def local(make: Any, every: int) -> Arm:
+        return Arm(functools.partial(make, every=every), lambda n: [] if n % every else [EXACT])
+
+    def local_begun(make: Any, every: int, then: Any) -> Arm:
+        int8, start = (round(x * config.steps) for x in (config.local_int8, config.local_start))
+        both = jdp.begin_with(INT8, int8, then)
 
         def exchanges(call: int) -> list[Any]:
-            late = call - start
-            found = [reduce] if late <= 0 or late % every == 0 else []
-            return [*found, EXACT] if late == 0 else found  # where replicas set out from
+            if call > start:  # agreements are counted apart
+                agreements, left = divmod(call - start, every)
+                return [] if left else [INT8 if agreements <= int8 else then]
+            found = [INT8 if call <= int8 else then]
+            return [*found, EXACT] if call == start else found  # where replicas set out from
 
-        return Arm(functools.partial(make, every=every, start=start, reduce=reduce), exchanges)
+        return Arm(functools.partial(make, every=every, start=start, reduce=both), exchanges)
 
     def diloco(**keywords: Any) -> Any:
         outer = optax.sgd(config.outer_rate, momentum=config.outer_momentum, nesterov=True)
         return jdp.diloco(inner, outer, **keywords)
 
+    power = jdp.power_sgd(4, wire_dtype=jnp.int8)
     return {
         "float32": sync(EXACT),
         "bfloat16": sync(jdp.all_reduce(wire_dtype=jnp.bfloat16)),
@@ -118,12 +126,12 @@ def arms(config: Config) -> dict[str, Arm]:
         "power_sgd_1": sync(jdp.power_sgd(1)),
         "power_sgd_2": sync(jdp.power_sgd(2)),
         "power_sgd_4": sync(jdp.power_sgd(4)),
-        "power_sgd_4_begun": begun(INT8, config.power_start, jdp.power_sgd(4, wire_dtype=jnp.int8)),
+        "power_sgd_4_begun": begun(INT8, config.power_start, power),
         "top_k_1%": sync(jdp.top_k(0.01)),
         "sign": sync(jdp.sign()),
         "local_sgd_8": local(functools.partial(jdp.local_sgd, inner), 8),
         "diloco_32": local(diloco, 32),
-        "diloco_32_begun": local(diloco, 32, config.local_start, INT8),
+        "diloco_32_begun": local_begun(diloco, 32, power),
     }
 
 

@@ -165,6 +165,24 @@ def test_another_number_of_devices_keeps_the_mean_of_the_residual():
     assert int(new.calls) == int(old.calls)
 
 
+def test_before_local_steps_it_counts_gradients_and_agreements_apart():
+    both = jdp.begin_with(INT8, 2, POWER)
+    tx = jdp.diloco(optax.sgd(0.1), optax.sgd(0.7), every=2, start=4, reduce=both)
+    state = jdp.init_state(PARAMS, tx, mesh_of())
+    step = jdp.train_step(loss_fn, tx, mesh_of())
+    for _ in range(7):
+        state, _ = step(state, BATCH)
+    gradients, (differences,) = state.opt_state.gradient_state, state.opt_state.reduce_states
+    assert (int(gradients.calls), int(differences.calls)) == (4, 1)
+    start, first = (values(x.memory.factors) for x in (gradients.states[1], begun(POWER)))
+    reference.assert_same_copies(state.opt_state.anchor)
+    assert any((a != b).any() for a, b in zip(start, first, strict=True))
+
+
+def values(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
 # misuse -------------------------------------------------------------------------------------------
 
 
