@@ -9,6 +9,7 @@ they do it is theirs; this module only says whose turn it is and hands the resid
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -123,7 +124,7 @@ def begin_with(
             return updates, state
 
         def use(turn: int, updates: Any, state: BeginState) -> tuple[Any, BeginState]:
-            means, residual, own = _reduce(both[turn], updates, state, turn, params)
+            means, residual, own = _reduce(both[turn].update, updates, state, turn, params)
             states = (own, state.states[1]) if turn == 0 else (state.states[0], own)
             return means, state._replace(residual=residual, states=states)
 
@@ -144,21 +145,21 @@ def begin_with(
 
 
 def _reduce(
-    tx: optax.GradientTransformation, updates: Any, state: BeginState, turn: int, params: Any
+    update: Callable[..., tuple[Any, Any]], updates: Any, state: BeginState, turn: int, params: Any
 ) -> tuple[Any, Any, Any]:
     """Means by one of the two, the residual after that, and its own state."""
     own, residual = state.states[turn], state.residual
     if isinstance(own, _KEEPING) and isinstance(own.residual, SharedResidual):
-        means, after = tx.update(updates, own._replace(residual=residual), params)
+        means, after = update(updates, own._replace(residual=residual), params)
         return means, after.residual, after._replace(residual=own.residual)
     if not jax.tree.leaves(residual):
-        means, own = tx.update(updates, own, params)
+        means, own = update(updates, own, params)
         return means, residual, own
     # it sends whatever it is given: what the other has left over goes along, at once
     values, axes, mesh = take_per_replica(updates, "jdp.begin_with")
     rests = map_per_replica(lambda leaf: leaf.value, residual)
     given = give_per_replica(jax.tree.map(jnp.add, values, rests), None, axes, mesh)
-    means, own = tx.update(given, own, params)
+    means, own = update(given, own, params)
     return means, jax.tree.map(jnp.zeros_like, residual), own
 
 
