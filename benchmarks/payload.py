@@ -42,7 +42,8 @@ class Costs(NamedTuple):
 class Collective:
     """One communicating operation; `bytes` is the size of its largest side on one device.
 
-    `times` says how often it runs in a call, `groups` which devices communicate.
+    `times` says how often it runs in a call, `groups` which devices communicate, `branch` which
+    branch of the program leads to it, "" if none does.
     """
 
     kind: str
@@ -50,10 +51,15 @@ class Collective:
     operands: int
     bytes: int
     in_loop: bool
-    in_branch: bool
+    branch: str
     line: str
     times: int = 1
     groups: Groups = ()
+
+    @property
+    def in_branch(self) -> bool:
+        """Whether it runs only in some calls."""
+        return bool(self.branch)
 
 
 def costs(compiled: Any) -> Costs:
@@ -92,7 +98,7 @@ def live_bytes(compiled: Any) -> int:
 def collectives(text: str) -> list[Collective]:
     """All collectives of a compiled program, with whether a loop or branch holds them."""
     program, found = parse(text), []
-    for name, (times, in_loop, in_branch) in _executions(program).items():
+    for name, (times, in_loop, branch) in _executions(program).items():
         instructions = program.computations[name].instructions
         results = {instruction.name: instruction for instruction in instructions}
         for x in instructions:
@@ -107,7 +113,7 @@ def collectives(text: str) -> list[Collective]:
                 operands=len(sizes),
                 bytes=sum(size for _, size in largest),
                 in_loop=in_loop,
-                in_branch=in_branch,
+                branch=branch,
                 line=f"{x.name} = {x.opcode}({', '.join(x.operands)}){x.attributes}",
                 times=times,
                 groups=groups(x, count=0),
@@ -119,25 +125,28 @@ def collectives(text: str) -> list[Collective]:
 def _sizes(instruction: Instruction) -> list[tuple[str, int]]:
     """Dtype and bytes, without padding, of the arrays that an instruction makes."""
     found = [(leaf.dtype, leaf.dense_bytes) for leaf in leaves(instruction.shape)]
-    if instruction.opcode.endswith("-start") and instruction.collective != "all-reduce":
+    shape = instruction.shape
+    # those of an all-reduce do so on GPUs from jax 0.12 on, as a tuple of its own
+    apart = isinstance(shape, list) and shape and isinstance(shape[0], list)
+    if instruction.opcode.endswith("-start") and (apart or instruction.collective != "all-reduce"):
         return found[len(found) // 2 :]  # such a start lists what goes in beside what comes out
     return found
 
 
-def _executions(program: Program) -> dict[str, tuple[int, bool, bool]]:
-    """How often each computation runs in a call, and whether a loop or a branch leads to it."""
-    found: dict[str, tuple[int, bool, bool]] = {}
-    todo = [(program.entry, 1, False, False)]
+def _executions(program: Program) -> dict[str, tuple[int, bool, str]]:
+    """How often each computation runs in a call, whether a loop and which branch leads to it."""
+    found: dict[str, tuple[int, bool, str]] = {}
+    todo = [(program.entry, 1, False, "")]
     while todo:
-        name, runs, in_loop, in_branch = todo.pop()
-        before = found.get(name, (0, False, False))
-        found[name] = before[0] + runs, before[1] or in_loop, before[2] or in_branch
+        name, runs, in_loop, branch = todo.pop()
+        before = found.get(name, (0, False, ""))
+        found[name] = before[0] + runs, before[1] or in_loop, before[2] or branch
         for instruction in program.computations[name].instructions:
             turns = (program.trips(instruction) or 1) if instruction.opcode == "while" else 1
             for key in _CALLS:
-                loop, branch = in_loop or key in _LOOPS, in_branch or key in _BRANCHES
+                loop, forks = in_loop or key in _LOOPS, key in _BRANCHES
                 todo += [
-                    (callee, runs * turns, loop, branch)
+                    (callee, runs * turns, loop, branch or (callee if forks else ""))
                     for callee in instruction.called(key)
                     if callee in program.computations
                 ]

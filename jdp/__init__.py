@@ -17,7 +17,7 @@ Floors, each importing only from those above it:
     unshard, given, grad, order, packing, placement, data, sources, files, packed, shuffle, workers,
     reads, together, loading, batches, pmapped
     feedback, compress, power, reduce, hierarchy, noise, backward, accumulate, parts, zero,
-    precision, finite, offload, local, local_step, local_state
+    precision, finite, offload, local, local_step, local_state, begin
     state, restage, update, train, evaluate, check, agreement, drift, hlo, live, holdings, memory,
     hardware, manifest, archive, folder, decisions, saving, keeping, checkpoint, export
     sent, asked, groups, origin, costs, flops, targets, roofline, schedule, compiling, reporting,
@@ -41,6 +41,7 @@ from jdp.agreement import check_processes
 from jdp.backward import all_reduce_in_backward, all_reduce_in_order
 from jdp.balance import Balanced, balance, exchange_times, rebalance
 from jdp.batches import Batches
+from jdp.begin import BeginState, begin_with
 from jdp.check import check_against_one_device, check_order
 from jdp.collectives import all_gather
 from jdp.compress import random_k, sign, top_k
@@ -115,6 +116,7 @@ __all__ = [
     "ArrayRecords",
     "Balanced",
     "Batches",
+    "BeginState",
     "CheckpointError",
     "Checkpoints",
     "Columns",
@@ -161,6 +163,7 @@ __all__ = [
     "all_reduce_in_order",
     "axis_size",
     "balance",
+    "begin_with",
     "check_against_one_device",
     "check_order",
     "check_processes",

@@ -14,8 +14,8 @@ is the business of `jdp.feedback`.
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jdp import collectives
 from jdp.feedback import compressed
 from jdp.flat import take_apart
 from jdp.mesh import AxisNames, is_whole
+from jdp.quantize import check_wire_dtype
 
 MIN_RATE = 2.0  # of the authors' code and of PyTorch's: below it the extra passes do not pay
 FUSED_RANK = 8  # 16 operations for each entry, beside the 8 bytes that fusing saves
@@ -53,6 +54,7 @@ def power_sgd(
     min_rate: float = MIN_RATE,
     single: bool = False,
     error_feedback: bool = True,
+    wire_dtype: Any = None,
     seed: int = 0,
 ) -> optax.GradientTransformation:
     """Averages per-replica gradients over the replicas, matrices by their rank-r approximation.
@@ -74,6 +76,10 @@ def power_sgd(
         - Means are the same bits on every device, in float32 (or a wider dtype of the gradient).
         - Two all-reduces for the whole tree, of r(m + n) float32 numbers for a matrix; leaves that
           are not compressed travel in the first, in float32, and their mean is exact.
+        - With a narrow `wire_dtype` all of that is rounded on the way, as `jdp.all_reduce` does it
+          (an all-to-all and an all-gather in place of an all-reduce), and `orth` of the mean that
+          arrives is the same on every device. What P^ rounded does not span, what rounding takes
+          from Q and from leaves that are not compressed: all of it stays in the residual.
         - Per matrix 8mnr floating-point operations, 6mnr without error feedback, and O((m + n)r^2)
           for `orth`. Matrices of the same shape share one operation of `orth`.
         - Error feedback, skipped steps and other numbers of devices: see
@@ -107,6 +113,8 @@ with `single` only over several steps |
         error_feedback: Keep what was not sent, and send it later. Without it what is orthogonal to
             P^ is lost, and training may stop short of its goal. What is sent later acts later:
             a learning rate that is only just stable without compression may be too high.
+        wire_dtype: Dtype that factors, and leaves that are not compressed, are sent in, see
+            `jdp.all_reduce`; `None` is float32. bfloat16 sends half the bytes.
         seed: Of the first Q.
 
     Returns:
@@ -132,6 +140,7 @@ with `single` only over several steps |
         Distributed Optimization, 2019.
     """
     rank, min_rate = _check_rank(rank), _check_min_rate(min_rate)
+    send = collectives.Sending(check_wire_dtype(wire_dtype))
     plan = functools.partial(_plan, rank=rank, min_rate=min_rate)
 
     def init_memory(params: Any) -> PowerMemory:
@@ -144,14 +153,15 @@ with `single` only over several steps |
 
     def exchange(values: list[jax.Array], memory: Any, axes: tuple[str, ...]) -> Any:
         groups, rest = plan([value.shape for value in values])
+        average = functools.partial(_means, axes=axes, send=send)
         if not groups:
-            return _means(values, axes), values, memory
+            return *average(values), memory
         matrices = [[values[i].reshape(group.m, group.n) for i in group.leaves] for group in groups]
         half = _one_half if single else _both_halves
-        approximations, own, rest_means, memory = half(
-            groups, matrices, [values[i] for i in rest], memory, axes
+        approximations, own, rest_found, memory = half(
+            groups, matrices, [values[i] for i in rest], memory, average
         )
-        means, sent = dict(zip(rest, rest_means, strict=True)), {i: values[i] for i in rest}
+        means, sent = (dict(zip(rest, found, strict=True)) for found in rest_found)
         for group, shared, mine in zip(groups, approximations, own, strict=True):
             for place, i in enumerate(group.leaves):
                 means[i] = shared[place].reshape(values[i].shape)
@@ -162,6 +172,9 @@ with `single` only over several steps |
     return compressed(
         "jdp.power_sgd", exchange, init_memory, axis=axis, error_feedback=error_feedback
     )
+
+
+_Average: TypeAlias = Callable[[list[jax.Array]], tuple[list[jax.Array], list[jax.Array]]]
 
 
 class _Group(NamedTuple):
@@ -208,19 +221,19 @@ def _both_halves(
     matrices: list[list[jax.Array]],
     rest: list[jax.Array],
     memory: PowerMemory,
-    axes: tuple[str, ...],
+    average: _Average,
 ) -> Any:
-    """A step that sends P and then Q: means, this device's parts, means of the rest, memory."""
+    """A step that sends P and then Q: means, this device's parts, both of the rest, memory."""
     count = len(groups)
     thin = [_times(m, _orth(q)) for m, q in zip(matrices, memory.factors, strict=True)]
-    found = _means([*thin, *rest], axes)
+    found, sent = average([*thin, *rest])
     lefts = [_orth(p) for p in found[:count]]
     mine = [_transposed_times(m, p) for m, p in zip(matrices, lefts, strict=True)]
-    rights = _means(mine, axes)
+    rights, mine = average(mine)
     approximations = [_products(p, q) for p, q in zip(lefts, rights, strict=True)]
     own = [_products(p, q) for p, q in zip(lefts, mine, strict=True)]
     factors = tuple(_unless_zero(q, old) for q, old in zip(rights, memory.factors, strict=True))
-    return approximations, own, found[count:], PowerMemory(factors, ())
+    return approximations, own, (found[count:], sent[count:]), PowerMemory(factors, ())
 
 
 def _one_half(
@@ -228,7 +241,7 @@ def _one_half(
     matrices: list[list[jax.Array]],
     rest: list[jax.Array],
     memory: PowerMemory,
-    axes: tuple[str, ...],
+    average: _Average,
 ) -> Any:
     """A step that sends P or Q, in turn, in a buffer that has room for either."""
     fixed, sends_left = [_orth(factor) for factor in memory.factors], memory.turn == 0
@@ -248,20 +261,24 @@ def _one_half(
         return made
 
     mine = jax.lax.cond(sends_left, left, right)
-    found = _means([*mine, *rest], axes)
-    sent, rest = found[: len(groups)], found[len(groups) :]
-    factors = tuple(_unless_zero(new, old) for new, old in zip(sent, memory.factors, strict=True))
+    count = len(groups)
+    found, sent = average([*mine, *rest])
+    pairs = zip(found[:count], memory.factors, strict=True)
+    factors = tuple(_unless_zero(new, old) for new, old in pairs)
     # all or none: one turn holds for all factors
     finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(factor)) for factor in factors]))
     after = PowerMemory(factors, 1 - memory.turn)
     after = jax.tree.map(functools.partial(jnp.where, finite), after, memory)
-    return products(sent), products(mine), rest, after
+    rest_found = found[count:], sent[count:]
+    return products(found[:count]), products(sent[:count]), rest_found, after
 
 
-def _means(values: list[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-    """Means of float32 arrays, by one all-reduce."""
+def _means(
+    values: list[jax.Array], axes: tuple[str, ...], send: collectives.Sending
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Means of float32 arrays, by one all-reduce, and what this device's count as in them."""
     size = sum(value.size for value in values)
-    return collectives.mean(values, axes, bucket_bytes=max(4 * size, 1))
+    return collectives.means_and_sent(values, axes, send, max(4 * size, 1))
 
 
 def _tall(factor: jax.Array, group: _Group) -> jax.Array:

@@ -204,7 +204,7 @@ class _Walk:
             return None
         if instruction.collective:
             return instruction
-        if instruction.opcode not in ("fusion", "async-start", "call-start"):
+        if instruction.opcode not in ("fusion", "fusion-start", "async-start", "call-start"):
             return None
         called = instruction.called("calls") or instruction.called("to_apply")
         if not called or called[0].startswith("async_collective_fusion"):

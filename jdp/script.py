@@ -59,7 +59,7 @@ _EXPECTED = (
 # Links of a chain that communicate: alone they are left out, around another one that is kept.
 _LINKS = (
     *("all_reduce", "all_reduce_in_backward", "all_reduce_in_order", "hierarchical"),
-    *("power_sgd", "top_k", "random_k", "sign"),
+    *("power_sgd", "top_k", "random_k", "sign", "begin_with"),
 )
 _AROUND = ("zero1", "zero2", "zero3", "offload", "local_sgd", "diloco")
 

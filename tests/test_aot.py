@@ -90,6 +90,8 @@ def sent(text, at_least=1024):
     multiplying = {body.split()[0] for body in bodies if multiplies(body)}
     found, products = {}, 0
     kinds = "all-reduce|all-to-all|all-gather|reduce-scatter"
+    sends = re.compile(rf"\n  ROOT \S+ = \S+ ({kinds})\(").search
+    wrapped = {body.split()[0]: match[1] for body in bodies if (match := sends(body))}
     for line in text[text.index("\nENTRY ") :].splitlines():
         match = re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*)", line)
         if not match:
@@ -103,13 +105,21 @@ def sent(text, at_least=1024):
         elif name.startswith("async-collective-start"):
             # (operand, result, ...): the all-reduce of one leaf, spread over the next fusions
             found[name] = Sent("all-reduce", _operands(result)[:1], products)
+        elif op == "fusion-start" and (inside := called & wrapped.keys()):
+            # GPU, jax 0.12: (operands, results) of a fusion that is one collective
+            operands = _operands(result)
+            operands = operands[len(operands) // 2 :]
+            found[name] = Sent(wrapped[inside.pop()], operands, products)
         elif kind := re.fullmatch(rf"({kinds})(-start)?", op):
             operands = _operands(result)
-            if kind[1] != "all-reduce" and kind[2]:
+            # an all-reduce's start does so on GPUs from jax 0.12 on
+            if kind[2] and (kind[1] != "all-reduce" or result.startswith("((")):
                 operands = operands[len(operands) // 2 :]  # (operands, results)
             found[name] = Sent(kind[1], operands, products if kind[2] else 0)
-        elif re.fullmatch(rf"({kinds})-done", op):
+        elif re.fullmatch(rf"({kinds}|fusion)-done", op):
             start = re.match(r"%([^\s,)]+)", rest)[1]
+            if start not in found:  # a fusion that only computes
+                continue
             found[start] = found[start]._replace(products=products - found[start].products)
     return [record for record in found.values() if record.num_bytes >= at_least]
 

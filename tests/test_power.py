@@ -268,9 +268,11 @@ def test_full_rank_is_the_exact_mean(shape):
         assert np.abs(values_of(state.residual)["w"].mean(0)).max() < 2e-6
 
 
-@pytest.mark.parametrize("single", [False, True])
-def test_means_and_residuals_add_up_to_the_gradients(single):
-    _, state, update = begun(single=single)
+@pytest.mark.parametrize(
+    ("single", "wire"), [(False, None), (True, None), (False, jnp.bfloat16), (True, jnp.int8)]
+)
+def test_means_and_residuals_add_up_to_the_gradients(single, wire):
+    _, state, update = begun(single=single, wire_dtype=wire)
     sent = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     whole = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for key in range(12):
@@ -283,8 +285,12 @@ def test_means_and_residuals_add_up_to_the_gradients(single):
             whole[name] += values[name].astype(np.float64).mean(0)
         left = {name: x.mean(0) for name, x in values_of(state.residual).items()}
         reference.assert_close({name: sent[name] + left[name] for name in SHAPES}, whole, 5e-6)
+    reference.assert_same_copies((means, state.memory))
     for name in set(SHAPES) - set(COMPRESSED):
-        reference.assert_close(sent[name], whole[name])
+        if wire is None:
+            reference.assert_close(sent[name], whole[name])
+        else:  # what rounding took is in the residual, and not lost
+            assert 0 < np.abs(left[name]).max() < 0.1
 
 
 def test_without_error_feedback_a_mean_is_a_projection():
@@ -435,6 +441,23 @@ def test_products_are_of_float32_on_every_backend():
         products = [line for line in text.splitlines() if "dot_general" in line]
         assert len(products) >= 2
         assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
+
+
+@pytest.mark.parametrize(
+    ("wire", "bits", "part"), [(jnp.bfloat16, "u16", 0.5), (jnp.int8, "u8", 0.255)]
+)
+def test_narrow_factors_are_sent_narrow(wire, bits, part):
+    shapes = {"w": (1024, 1024), "row": (2048,)}
+    grads = given({name: rows(shape) for name, shape in shapes.items()})
+
+    def sent(tx):
+        text = jax.jit(tx.update).lower(grads, start(tx, shapes)).compile().as_text()
+        return collectives(text)
+
+    found = sent(jdp.power_sgd(RANK, wire_dtype=wire))
+    assert {c.dtypes for c in found} == {(bits,)}
+    assert [c.kind for c in found].count("all-gather") == 2
+    assert sent_bytes(found, 8) <= part * sent_bytes(sent(jdp.power_sgd(RANK)), 8)
 
 
 def test_nothing_compressed_is_one_all_reduce():
@@ -708,6 +731,11 @@ def test_ranks_that_cannot_be(rank):
 def test_rates_that_cannot_be(min_rate):
     with pytest.raises(ValueError, match=r"jdp\.power_sgd got min_rate=.*a number, at least 0"):
         jdp.power_sgd(2, min_rate=min_rate)
+
+
+def test_wire_dtypes_that_cannot_be():
+    with pytest.raises(ValueError, match="wire_dtype=int32 cannot carry a mean"):
+        jdp.power_sgd(2, wire_dtype=jnp.int32)
 
 
 def test_gradients_that_are_already_reduced():

@@ -115,6 +115,25 @@ def test_one_all_reduce_of_all_gradients(platform, version):
         assert walked.spans[-1].end_us == pytest.approx(walked.step_us)
 
 
+def test_a_collective_that_a_fusion_starts():
+    """As XLA:GPU of jax 0.12 does with an all-reduce of one leaf."""
+    text = """HloModule step, is_scheduled=true
+
+%inside (x: f32[1024]) -> f32[1024] {
+  %x = f32[1024]{0} parameter(0)
+  ROOT %psum = f32[1024]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}
+}
+
+ENTRY %main (y: f32[1024]) -> f32[1024] {
+  %y = f32[1024]{0} parameter(0)
+  %fusion-start = ((f32[1024]{0}), f32[1024]{0}) fusion-start(%y), kind=kCustom, calls=%inside
+  ROOT %fusion-done = f32[1024]{0} fusion-done(%fusion-start)
+}
+"""
+    (one,) = walk(text, mesh_of("gpu"), seconds=slow).collectives
+    assert (one.kind, one.bytes, one.group, one.asynchronous) == ("all-reduce", 4096, 8, True)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("platform", KINDS)
 def test_zero3_gathers_each_layer_twice_in_each_microbatch(platform, version):
