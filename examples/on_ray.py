@@ -10,6 +10,7 @@ that cluster; `--out` is then a folder that all its machines see. Takes half a m
 """
 
 import dataclasses
+import logging
 import os
 import socket
 from pathlib import Path
@@ -46,10 +47,10 @@ def free_address() -> str:
 
 def work(given: dict[str, Config]) -> None:
     """What each worker does: it joins the others, and trains."""
+    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax's, of each save
     config, context = given["config"], ray.train.get_context()
     rank, count = context.get_world_rank(), context.get_world_size()
     address = ray.train.collective.broadcast_from_rank_zero(None if rank else free_address())
-    print(f"worker {rank} of {count} is process {os.getpid()}", flush=True)
     jdp.emulate_devices(config.devices)
     jdp.initialize(address, num_processes=count, process_id=rank)
     long_run.main(long_run.Config(config.steps, config.save_every, config.out, devices=None))
