@@ -5,8 +5,9 @@
     python examples/on_ray.py --workers 1 --devices 8         # on fewer workers, or on more
 
 Ray Train starts a process for each worker and numbers them. If one is lost, jdp ends the others,
-and Ray starts all again, which go on from the last checkpoint. With RAY_ADDRESS set they run on
-that cluster; `--out` is then a folder that all its machines see. Takes half a minute.
+and Ray starts all again, which go on from the last checkpoint; with --least also on fewer, and on
+more once there are more. With RAY_ADDRESS set they run on that cluster; --out is then a folder that
+all its machines see. Takes half a minute.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ class Config:
     """What runs where."""
 
     workers: int = 2
+    least: int | None = None  # with how few it goes on where there are no more; None: it waits
     devices: int = 4  # emulated in each worker, where there is no GPU or TPU
     max_failures: int = 3
     steps: int = 2000
@@ -61,11 +63,12 @@ def work(given: dict[str, Config]) -> None:
 def main(config: Config) -> None:
     """Starts the workers, and again after failures."""
     config = dataclasses.replace(config, out=config.out.resolve())
+    workers = config.workers if config.least is None else (config.least, config.workers)
     trainer = JaxTrainer(
         work,
         train_loop_config={"config": config},
         jax_config=JaxConfig(),  # work() joins them, with jdp's watchdog
-        scaling_config=ray.train.ScalingConfig(num_workers=config.workers),
+        scaling_config=ray.train.ScalingConfig(num_workers=workers),
         run_config=ray.train.RunConfig(
             storage_path=str(config.out / "ray"),
             failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
