@@ -11,6 +11,8 @@ Out: FOLDER/log.jsonl with each step, FOLDER/params.npz at the end.
 """
 
 import contextlib
+import functools
+import itertools
 import json
 import os
 import shutil
@@ -18,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +72,6 @@ def main(folder: Path) -> int:
     state = jdp.init_state(initial(), tx, mesh, key=jax.random.key(1))
     source = Examples()
     batches = jdp.Batches(source, mesh, batch=BATCH, seed=0)
-    source.trap = faults.in_loader(batches)
     log = jdp.JsonLines(folder / "log.jsonl")
     with (
         jdp.Stop(seconds=faults.time_limit()) as stop,
@@ -88,7 +89,8 @@ def main(folder: Path) -> int:
         if checkpoints.latest() is not None:
             state, position = checkpoints.restore(state)
             batches.restore(position)
-        faults.begin(int(state.step), checkpoints)
+        faults.begin(int(state.step), checkpoints, stop)
+        source.traps = faults.in_loader(batches)
         state = jdp.run(
             faults.before(step),
             state,
@@ -117,7 +119,7 @@ def main(folder: Path) -> int:
 class Examples:
     """A small dataset that can be told what to do when a certain example is read."""
 
-    trap: Mapping[int, Callable[[], None]] = {}
+    traps: Mapping[int, Callable[[], None]] = {}
 
     def __init__(self) -> None:
         self._x = np.random.default_rng(0).normal(size=(EXAMPLES, 8)).astype(np.float32)
@@ -127,8 +129,8 @@ class Examples:
         return EXAMPLES
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if index in self.trap:
-            self.trap[index]()
+        if index in self.traps:
+            self.traps[index]()
         x = self._x[index]
         return {"x": x, "y": np.sin(x[:1]), "id": np.float32(index)}
 
@@ -167,25 +169,26 @@ class Faults:
         left = {i: x for i, x in enumerate(plan.faults) if not (self._happened / str(i)).exists()}
         self._next = min(left.items(), key=lambda item: item[1].step, default=(0, Fault("", 0, 0)))
         self._mine = {index: fault for index, fault in left.items() if fault.process == self._me}
-        self._number, self._told, self._limit_ends = 0, False, 0.0
+        self._number, self._told = 0, False
 
     def limits(self) -> dict[str, float]:
         """Of the watchdog: short where the next fault is to be noticed by the time that passes."""
         kind = self._next[1].kind
-        limits = {"freeze": {"vanished_seconds": 8.0}, "stuck": {"stuck_seconds": 4.0}}
-        return limits.get(kind, {})
+        return {
+            "vanished_seconds": 8.0 if kind in ("freeze", "leave") else 60.0,
+            "stuck_seconds": 4.0 if kind == "stuck" else 120.0,
+        }
 
     def time_limit(self) -> float | None:
         """Of the run: over soon if that is the next fault."""
         index, fault = self._next
         if fault.kind != "limit" or index not in self._mine:
             return None
-        self._limit_ends = time.monotonic() + 3
         return 3
 
-    def begin(self, number: int, checkpoints: jdp.Checkpoints) -> None:
+    def begin(self, number: int, checkpoints: jdp.Checkpoints, stop: jdp.Stop) -> None:
         """Called behind the step that the run goes on from."""
-        self._number, self._open = number, checkpoints
+        self._number, self._open, self._stop = number, checkpoints, stop
         if self._me == 0:
             half = [x.name for x in self.checkpoints.glob("step_*") if not _finished(x)]
             print(f"goes on after step {number}; checkpoints cut short: {half}", flush=True)
@@ -204,16 +207,19 @@ class Faults:
 
     def in_loader(self, batches: jdp.Batches) -> dict[int, Callable[[], None]]:
         """What is to happen when an example is read: the first that this process has of a batch."""
-        found = {}
+        found, share = {}, BATCH // jax.process_count()
+        mine = slice(self._me * share, (self._me + 1) * share)
         for index, fault in self._mine.items():
             if fault.kind in ("loader", "stuck"):
-                rows = batches.rows(fault.step - 1)
-                first = rows[self._me * BATCH // jax.process_count()]
-                found[int(first)] = lambda i=index, k=fault.kind: self._read(i, k)
+                example = int(batches.rows(fault.step - 1)[mine][0])
+                between = range(batches.step, fault.step)  # it may be read in earlier epochs, too
+                times = sum(example in batches.rows(i)[mine] for i in between)
+                found[example] = functools.partial(self._read, index, itertools.count(1), times)
         return found
 
-    def _read(self, index: int, kind: str) -> None:
-        if index in self._mine:
+    def _read(self, index: int, count: Iterator[int], times: int) -> None:
+        if next(count) == times:
+            kind = self._mine[index].kind
             self._announce(index)
             getattr(self, f"_{kind}")()
 
@@ -266,10 +272,13 @@ class Faults:
 
     def _sigterm(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1)  # all agree meanwhile: a step takes milliseconds, and the next fault is near
+        self._limit()
 
     def _limit(self) -> None:
-        time.sleep(max(0.0, self._limit_ends - time.monotonic()) + 1)
+        while (
+            not self._stop.reason
+        ):  # all agree before the next fault, a few milliseconds from here
+            time.sleep(0.02)
 
     def _callback(self) -> None:
         raise OverflowError("a fault in a callback")
@@ -349,6 +358,4 @@ def _age() -> float:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_compilation_cache_dir", sys.argv[1] + "/cache")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     sys.exit(main(Path(sys.argv[1])))

@@ -43,11 +43,11 @@ SAYS = {
     "freeze": (r"process {p} \(.*\) vanished, .*nothing has been heard", "exit code 75"),
     "pause": (),
     "exit": (r"process {p} failed first, with exit code 3",),
-    "leave": (r"process {p} closed its iterator",),
-    "sigterm": (r"stopped after step \d+: process {p} got SIGTERM",),
+    "leave": (r"process {p} \(.*\) has ended; the others wait for it in step \d+, since 4 s",),
+    "sigterm": (r"stopped after step \d+: process {p}: got SIGTERM",),
     "limit": (r"stopped after step \d+: process {p}: its limit of 3 s is over",),
     "callback": (r"process {p} failed in step {s}: OverflowError: a fault in a callback",),
-    "loader": (r"process {p} failed with \w+: .*a fault while reading",),
+    "loader": (r"process {p} failed in .*could not read example", "OSError: a fault while reading"),
     "stuck": (r"process {p} \(.*\) is stuck; the others wait", r"time\.sleep\(600\)", "code 76"),
     "drift": (r"DriftError", r"\.params\['w1'\]"),
     "full": ("training goes on: .*the disk is full",),
@@ -162,6 +162,9 @@ def survive(
     paths = os.pathsep.join([str(program.parents[1]), os.environ.get("PYTHONPATH", "")])
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     env = kept | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    # a start then loads what an earlier one has compiled, which is the larger part of it
+    env |= {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache")}
+    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     begin, codes, output = time.monotonic(), [], folder / "output.txt"
     while not codes or codes[-1] in AGAIN:
         with output.open("ab") as out:
@@ -179,7 +182,7 @@ def survive(
 def missing(plan: Plan, output: str) -> list[str]:
     """What was to be told of each fault, and was not, before another one came."""
     found, places = [], {}
-    for match in re.finditer(r"fault (\d+): .*\n", output):
+    for match in re.finditer(r"(?m)^\[\d+\] fault (\d+): .*\n", output):
         places[int(match[1])] = match.span()
     for index, (kind, process, step) in enumerate(plan.faults):
         if index not in places:
@@ -197,7 +200,8 @@ def missing(plan: Plan, output: str) -> list[str]:
 
 def first_steps(output: str) -> list[float]:
     """Seconds of each start until its first step was done."""
-    return [float(x) for x in re.findall(r"step \d+ is done, ([\d.]+) s after the start", output)]
+    told = r"(?m)^\[\d+\] step \d+ is done, ([\d.]+) s after the start"
+    return [float(x) for x in re.findall(told, output)]
 
 
 def differences(ours: Path, theirs: Path) -> list[str]:

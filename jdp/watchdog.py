@@ -48,8 +48,8 @@ _LIBRARIES = (
     sysconfig.get_path("purelib"),
     str(Path(__file__).parent),
 )
-# Of errors of XLA and gloo, which are RuntimeErrors or ValueErrors.
-_COMMUNICATION = re.compile(r"gloo|nccl|rccl|connection|socket|UNAVAILABLE|DEADLINE_EXCEEDED", re.I)
+# Of errors of XLA and gloo, which are RuntimeErrors or ValueErrors, and of jdp's loaders.
+_ECHO = re.compile(r"gloo|[nr]ccl|connection|socket|UNAVAILABLE|DEADLINE_EX|\d failed with", re.I)
 
 
 class Beat(NamedTuple):
@@ -283,7 +283,7 @@ class Watchdog:
         if hasattr(sys, "ps1") or sys.flags.interactive or self._stop.is_set():
             before(kind, error, trace)  # it goes on, or has left the run
             return
-        if isinstance(error, RuntimeError | ValueError) and _COMMUNICATION.search(str(error)):
+        if isinstance(error, RuntimeError | ValueError) and _ECHO.search(str(error)):
             # Probably the echo of another's end. If it is, its verdict ends this process.
             time.sleep(0.6 * self._vanished)
         before(kind, error, trace)

@@ -20,7 +20,7 @@ import faulty  # noqa: E402
 import soak  # noqa: E402
 from faulty import Fault, Plan  # noqa: E402
 
-pytestmark = [pytest.mark.alternate, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.alternate, pytest.mark.multiprocess, pytest.mark.timeout(900)]
 
 SAVE_EVERY = 5
 TWO = Plan(
@@ -66,10 +66,10 @@ FOUR = Plan(
 def drilled(plan, folder, processes, devices):
     """Runs it with and without the faults that can be put in here, and compares."""
     plan = plan._replace(faults=tuple(x for x in plan.faults if x.kind in soak.available()))
-    calm = soak.survive(folder / "calm", plan._replace(faults=()), processes, devices, 100)
+    calm = soak.survive(folder / "calm", plan._replace(faults=()), processes, devices, 200)
     assert calm.codes == [0], calm.output
     with soak.small_disk(folder / "run" / "disk"):
-        run = soak.survive(folder / "run", plan, processes, devices, 200)
+        run = soak.survive(folder / "run", plan, processes, devices, 600)
     assert run.codes[-1] == 0, run.output
     assert soak.missing(plan, run.output) == [], run.output
     assert soak.differences(folder / "run", folder / "calm") == []
@@ -96,14 +96,14 @@ def trained_once(folder, plan):
         assert all(np.isfinite(saved[name]).all() for name in saved)
 
 
-def test_two_processes(tmp_path):
+def test_drills_of_two_processes(tmp_path):
     """Fourteen faults of thirteen kinds."""
     run = drilled(TWO, tmp_path, processes=2, devices=2)
     trained_once(tmp_path / "run", TWO)
     assert run.codes[:-1] == [85]
 
 
-def test_four_processes(tmp_path):
+def test_drills_of_four_processes(tmp_path):
     run = drilled(FOUR, tmp_path, processes=4, devices=1)
     trained_once(tmp_path / "run", FOUR)
     assert run.codes[:-1] == [85, -9]
