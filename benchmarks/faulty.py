@@ -253,6 +253,7 @@ class Faults:
     _saving = _kill  # right after a save has begun in the background
 
     def _launcher(self) -> None:
+        time.sleep(2)  # it has yet to pass on what was announced
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)
 
