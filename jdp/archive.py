@@ -9,6 +9,8 @@ number has changed, passes through the host. What makes such a folder a checkpoi
 `jdp.checkpoint`.
 """
 
+import concurrent.futures
+import contextlib
 import functools
 import importlib
 import math
@@ -22,6 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jdp.decisions import Decisions
 from jdp.manifest import Leaf
 from jdp.optional import library
 from jdp.padded import Padded, is_padded, stored_array, view
@@ -49,7 +52,9 @@ def at(path: Any) -> Any:
     return importlib.import_module("etils.epath").Path(path)
 
 
-def write(folder: Any, leaves: Sequence[Leaf], values: Sequence[Any]) -> Callable[[], None]:
+def write(
+    folder: Any, leaves: Sequence[Leaf], values: Sequence[Any], together: Decisions
+) -> Callable[[], None]:
     """Copies values to the host, to be written to a folder that is not there yet.
 
     Returns when the values may be overwritten, as a donating step does.
@@ -58,6 +63,8 @@ def write(folder: Any, leaves: Sequence[Leaf], values: Sequence[Any]) -> Callabl
         folder: Where to.
         leaves: What the values are.
         values: Arrays, `Padded` and `PerReplica` nodes.
+        together: Where processes meet while they write. A failure of one is told there: Orbax's own
+            barriers know none, and would wait ten minutes for it.
 
     Returns:
         A function that writes, or waits until all processes have written, and raises what went
@@ -79,24 +86,57 @@ def write(folder: Any, leaves: Sequence[Leaf], values: Sequence[Any]) -> Callabl
                 checkpointer.save(folder, args=args)
 
         return save
+    meetings = _Meetings(together)
     checkpointer = ocp.AsyncCheckpointer(
         handler,
-        async_options=ocp.AsyncOptions(timeout_secs=600),
+        async_options=ocp.AsyncOptions(timeout_secs=600, barrier_sync_fn=meetings.meet),
         multiprocessing_options=_processes(ocp),
     )
-    try:
+    with meetings, contextlib.ExitStack() as unless_it_went_well:
+        unless_it_went_well.callback(checkpointer.close)
         checkpointer.save(folder, args=args)
-    except BaseException:
-        checkpointer.close()
-        raise
+        unless_it_went_well.pop_all()
 
     def wait() -> None:
-        try:
+        with contextlib.closing(checkpointer), meetings:
             checkpointer.wait_until_finished()
-        finally:
-            checkpointer.close()
 
     return wait
+
+
+class _Meetings:
+    """The two meetings of a write: all have written; process 0 has made the folder final.
+
+    A process that fails within `with` comes to the next one all the same, and says so there. The
+    others then end without an error of their own.
+    """
+
+    def __init__(self, together: Decisions) -> None:
+        self._together, self._left = together, 2
+
+    def meet(self, *, key: str, timeout_ms: int) -> None:
+        """What Orbax calls."""
+        del key, timeout_ms
+        self._left -= 1
+        try:
+            self._together.each(lambda: None)
+        except Exception:
+            self._left = 0
+            raise concurrent.futures.CancelledError from None  # Orbax then ends in silence
+
+    def __enter__(self) -> None:
+        """Nothing yet."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Tells the others of an error."""
+        if isinstance(error, Exception) and self._left:
+            self._left = 0
+            with contextlib.suppress(Exception):  # it comes back as what it is
+                self._together.each(functools.partial(_raise, error))
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _processes(ocp: Any) -> Any:
@@ -169,8 +209,10 @@ def read(folder: Any, leaves: Sequence[Leaf], likes: Sequence[Any]) -> list[Any]
     }
     found: dict[str, Any] = {}
     if wanted:
-        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=_processes(ocp))
-        with ocp.Checkpointer(handler, multiprocessing_options=_processes(ocp)) as checkpointer:
+        me = jax.process_index()  # each reads for itself, and waits for nobody
+        alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
             args = ocp.args.PyTreeRestore(
                 item={path: jax.ShapeDtypeStruct((), np.float32) for path in wanted},
                 restore_args=wanted,

@@ -99,13 +99,13 @@ class Checkpoints:
     ) -> None:
         check_arguments(every_steps, every_minutes, keep, best)
         self._folder = Folder(path)
-        self._every_steps, self._clock = every_steps, None
         self._keeper, self.best_by = Keeper(self._folder, keep, best), best
         self._asynchronous, self._check = asynchronous, check
         self._decisions = Decisions("jdp.Checkpoints", CheckpointError)
         self._behind = Decisions("jdp.Checkpoints, writing", CheckpointError)
-        if every_minutes is not None:
-            self._clock = Clock(60 * every_minutes, self._decisions)
+        self._files = Decisions("jdp.Checkpoints, files")
+        self._every_steps = every_steps
+        self._clock = Clock(60 * every_minutes, self._decisions) if every_minutes else None
         self._last: int | None = None
         self._thread: threading.Thread | None = None
         self._errors: list[BaseException] = []
@@ -245,7 +245,8 @@ class Checkpoints:
         if lines := differences(saved, [wanted[i] for i in chosen]):
             raise ValueError(say_differences(self._folder, manifest, lines))
         values, folder = list(likes), self._folder.of(manifest.step) / "arrays"
-        found = archive.read(folder, saved, [likes[i] for i in chosen])
+        asked, found = [likes[i] for i in chosen], []
+        self._decisions.each(lambda: found.extend(archive.read(folder, saved, asked)))
         for i, value in zip(chosen, found, strict=True):
             values[i] = value
         self._last = manifest.step
@@ -255,8 +256,7 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """Step of the newest finished checkpoint, the same on all processes; `None` if none."""
-        steps = self.steps()
-        return steps[-1] if steps else None
+        return max(self.steps(), default=None)
 
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, ascending; those of process 0, on all processes."""
@@ -323,7 +323,9 @@ class Checkpoints:
         folder = self._folder.of(about.step) / "arrays"
         done: list[Callable[[], None]] = []
         try:
-            self._decisions.each(lambda: done.append(archive.write(folder, leaves, values)))
+            self._decisions.each(
+                lambda: done.append(archive.write(folder, leaves, values, self._files))
+            )
         except Exception as error:
             raise self._failed(error, about.step) from error
         if not self._asynchronous:

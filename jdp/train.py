@@ -207,8 +207,10 @@ class TrainStep:
         given = (getattr(state, "step", None), *jax.tree.leaves((batch, shares)))
         if any(isinstance(leaf, Tracer) for leaf in given):
             return self._inline(state, batch, shares)
+        first = None
         if self._compiled is None:
             self._compiled, self._treedef = self._prepare(state, batch, shares)
+            first = int(state.step) + 1  # now: the step may overwrite it
         else:
             note_step()  # before it is dispatched: that can wait for other processes
         if getattr(state.step, "is_deleted", bool)():
@@ -222,6 +224,8 @@ class TrainStep:
             # found while tracing, so nothing was consumed: a state of another structure
             self._compiled, self._treedef = self._prepare(state, batch, shares)
             new, metrics = self._compiled(state, batch, shares)
+        if first is not None:
+            note_step(first)  # afterwards: compiling may take its time
         if self._emulated:
             keep_pace(metrics["loss"])
         return new, metrics

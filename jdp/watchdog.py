@@ -6,7 +6,8 @@
 The store is the key-value store of JAX's coordination service; no device takes part, and a thread
 that only waits does the work. Process i listens for process i + 1: gone from this machine, or
 silent for half of `vanished_seconds`. Process 0 compares steps: if no process has begun a step for
-`stuck_seconds`, those with the fewest are what the rest waits for.
+`stuck_seconds`, those with the fewest are what the rest waits for. If those have ended, nothing can
+come of it, and half of `vanished_seconds` is enough.
 
 Nothing here restarts anything, and nothing is known about the work but what `note_step`,
 `note_alive` and `waiting` tell. Processes end with `os._exit`, since what they wait for in C++
@@ -47,8 +48,8 @@ _LIBRARIES = (
     sysconfig.get_path("purelib"),
     str(Path(__file__).parent),
 )
-# Of errors of XLA and gloo, which are RuntimeErrors or ValueErrors.
-_COMMUNICATION = re.compile(r"gloo|nccl|rccl|connection|socket|UNAVAILABLE|DEADLINE_EXCEEDED", re.I)
+# Of errors of XLA and gloo, which are RuntimeErrors or ValueErrors, and of jdp's loaders.
+_ECHO = re.compile(r"gloo|[nr]ccl|connection|socket|UNAVAILABLE|DEADLINE_EX|\d failed with", re.I)
 
 
 class Beat(NamedTuple):
@@ -206,10 +207,11 @@ class Watchdog:
         elif time.monotonic() - self._heard[1] >= self._vanished / 2:
             text = f"process {neighbour} has joined, but vanished before its first sign of life."
             self._judge(Verdict(text, [neighbour], PEER_LOST))
-        if self._me == 0 and time.monotonic() - _here.since >= self._stuck:
+        limits = self._stuck, min(self._stuck, self._vanished / 2)
+        if self._me == 0 and time.monotonic() - _here.since >= limits[1]:
             found = self._client.key_value_dir_get(_BEATS)
             beats = {int(key.rpartition("/")[2]): Beat(*json.loads(x)) for key, x in found}
-            if len(beats) == self._count and (verdict := stalled(beats, self._stuck)):
+            if len(beats) == self._count and (verdict := stalled(beats, *limits)):
                 self._judge(verdict)
 
     def _beat_of(self, process: int) -> Beat | None:
@@ -285,7 +287,7 @@ class Watchdog:
         if hasattr(sys, "ps1") or sys.flags.interactive or self._stop.is_set():
             before(kind, error, trace)  # it goes on, or has left the run
             return
-        if isinstance(error, RuntimeError | ValueError) and _COMMUNICATION.search(str(error)):
+        if isinstance(error, RuntimeError | ValueError) and _ECHO.search(str(error)):
             # Probably the echo of another's end. If it is, its verdict ends this process.
             time.sleep(0.6 * self._vanished)
         before(kind, error, trace)
@@ -310,20 +312,23 @@ class Watchdog:
         os._exit(code)
 
 
-def stalled(beats: dict[int, Beat], seconds: float) -> Verdict | None:
+def stalled(beats: dict[int, Beat], seconds: float, ended_seconds: float) -> Verdict | None:
     """The verdict on a run, if no process has begun a step for some time.
 
     Args:
         beats: Of all processes, by id.
         seconds: The time.
+        ended_seconds: The time where the rest waits for programs that have ended.
     """
     going = [beat for beat in beats.values() if not beat.ended]
     if not going or max(beat.step for beat in beats.values()) == 0:
         return None  # all done; or still compiling the first step
-    if min(beat.still for beat in beats.values()) < seconds:
-        return None
     fewest = min(beat.step for beat in beats.values())
     behind = [p for p, beat in beats.items() if beat.step == fewest]
+    over = len(behind) < len(beats) and all(beats[p].ended for p in behind)
+    seconds = ended_seconds if over else seconds
+    if min(beat.still for beat in beats.values()) < seconds:
+        return None
     if len(behind) == len(beats):
         behind = [p for p in behind if beats[p].ended or not beats[p].waits] or behind
     names = "process " + ", ".join(f"{p} ({_where(beats[p])})" for p in behind)
@@ -331,7 +336,7 @@ def stalled(beats: dict[int, Beat], seconds: float) -> Verdict | None:
         text = f"no process has begun a step for {seconds:g} s, and none is behind: {names}."
     else:
         others = max(beat.step for p, beat in beats.items() if p not in behind)
-        kind = "ended long ago" if all(beats[p].ended for p in behind) else "is stuck"
+        kind = "has ended" if over else "is stuck"
         text = f"{names} {kind}; the others wait for it in step {others}, since {seconds:g} s."
     return Verdict(text, [p for p in behind if not beats[p].ended], STUCK)
 

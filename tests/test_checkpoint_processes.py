@@ -74,6 +74,32 @@ def _run():
         said["saved after"] = checkpoints.save(later)
     said["typo"] = failure(jdp.Checkpoints(folder / "typo").restore, state)
 
+    # one process cannot write, or read: not before Orbax, which has barriers, but within it
+    import resource
+
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    mesh = jdp.make_mesh()
+    half = np.random.default_rng(me).normal(size=(2, 100_000)).astype(np.float32)
+    over = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    big = {"x": jax.make_array_from_process_local_data(over, half)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with jdp.Checkpoints(folder / "big") as checkpoints:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if me == 0 else 50_000, hard))
+        checkpoints.save(big, step=1)
+        said["large"] = failure(checkpoints.wait)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        said["saved large"] = checkpoints.save(big, step=1)
+        checkpoints.wait()
+        restore = ocp.PyTreeCheckpointHandler.restore
+        if me == 1:
+            ocp.PyTreeCheckpointHandler.restore = lambda *args, **options: 1 / 0
+        said["unread"] = failure(checkpoints.restore, big)
+        ocp.PyTreeCheckpointHandler.restore = restore
+        found = checkpoints.restore(big)[0]["x"].addressable_data(1)
+        said["read"] = bool((np.asarray(found) == half[1:]).all())
+
     # a file that only process 1 finds damaged
     check = jdp.Checkpoints(folder / "two")
     if me == 1:
@@ -110,6 +136,11 @@ def test_e10_two_processes_and_one(tmp_path):
         assert said["full"].startswith("CheckpointError: jdp.Checkpoints could not save step 4")
         assert said["steps after"] == [3]
         assert said["saved after"] is True
+        assert "could not save step 1" in said["large"]
+        assert "File too large" in said["large"]
+        assert said["saved large"] is True
+        assert "division by zero" in said["unread"]
+        assert said["read"] is True
         assert said["typo"].startswith("FileNotFoundError: jdp.Checkpoints has nothing to restore")
         assert said["went back"] == 3
         assert len(said["warned"]) == 1

@@ -128,10 +128,19 @@ BEAT = Beat(1, 5, 9.0, "", "train.py:3 (load)", "host", "boot", 7, False)
 
 def test_b03_a_run_that_moves_or_compiles_or_has_ended_is_not_stalled():
     moves = BEAT._replace(still=0.5)
-    assert stalled({0: BEAT, 1: moves}, 8) is None
-    assert stalled({0: BEAT._replace(step=0), 1: BEAT._replace(step=0)}, 8) is None
-    assert stalled({0: BEAT._replace(ended=True), 1: BEAT._replace(ended=True)}, 8) is None
-    assert stalled({0: BEAT, 1: BEAT}, 9.5) is None
+    ended = BEAT._replace(ended=True)
+    assert stalled({0: BEAT, 1: moves}, 8, 8) is None
+    assert stalled({0: BEAT._replace(step=0), 1: BEAT._replace(step=0)}, 8, 8) is None
+    assert stalled({0: ended, 1: ended}, 8, 8) is None
+    assert stalled({0: BEAT, 1: BEAT}, 9.5, 8) is None
+
+
+def test_b03_a_program_that_ended_before_the_others_is_not_waited_for_so_long():
+    ended = BEAT._replace(ended=True)
+    assert stalled({0: BEAT._replace(step=6), 1: ended}, 100, 8).code == STUCK
+    assert stalled({0: BEAT._replace(step=6), 1: ended}, 100, 9.5) is None
+    assert stalled({0: BEAT._replace(step=6), 1: BEAT}, 100, 8) is None
+    assert stalled({0: BEAT, 1: ended}, 100, 8) is None  # at the end of a run
 
 
 @pytest.mark.parametrize(
@@ -142,14 +151,14 @@ def test_b03_a_run_that_moves_or_compiles_or_has_ended_is_not_stalled():
         (
             (BEAT._replace(step=6), BEAT._replace(ended=True)),
             [],
-            "1 (host, after step 5) ended long",
+            "1 (host, after step 5) has ended; the others wait for it in step 6, since 8 s.",
         ),
         ((BEAT, BEAT), [0, 1], "no process has begun a step for 8 s, and none is behind"),
         ((BEAT._replace(waits="x"),) * 2, [0, 1], "none is behind"),
     ],
 )
 def test_b03_those_with_the_fewest_steps_and_nobody_to_wait_for_are_stuck(beats, about, text):
-    verdict = stalled(dict(enumerate(beats)), 8)
+    verdict = stalled(dict(enumerate(beats)), 8, 8)
     assert (verdict.about, verdict.code) == (about, STUCK)
     assert text in verdict.text
 
@@ -163,14 +172,15 @@ def test_b03_a_channel_that_waits_for_others_says_so():
     assert (seen, watchdog._here.waits) == ([["jdp.feed"]], [])
 
 
-def test_b03_a_step_of_jdp_is_noted_before_it_could_wait():
-    """Not the first, which compiles."""
+def test_b03_steps_of_jdp_have_the_numbers_that_their_state_has():
+    """Each but the first, which compiles, is noted before it could wait."""
     tx, mesh = optax.chain(jdp.all_reduce(), optax.sgd(1.0)), jdp.make_mesh(num_devices=1)
     step = jdp.train_step(lambda p, x: jnp.mean(p * x), tx, mesh)
-    state, before = jdp.init_state(jnp.ones(2), tx, mesh), watchdog._here.step
-    for _ in range(3):
+    state = jdp.init_state(jnp.ones(2), tx, mesh)
+    state = state._replace(step=state.step + 400)
+    for number in (401, 402, 403):
         state, _ = step(state, jnp.ones((2, 2)))
-    assert watchdog._here.step == before + 2
+        assert watchdog._here.step == number
 
 
 class Store:
