@@ -262,7 +262,7 @@ def data(bad=(), length=96):
 
 def test_nans_end_a_run_at_the_last_good_checkpoint_and_name_the_batch(tmp_path):
     match = (
-        r"The loss is nan, and has not been finite in 3 steps in a row, from step 6 on .* It had "
+        r"The loss is nan, and has not been finite in 3 steps in a row, from step 6 on .* had "
         r"the examples 40, 41, 42, 43, 44, 45, 46, 47 of epoch 0; batches.at\(5\) gives its batch "
         r"again\. The last good checkpoint is of step 4; nothing has been saved since step 6"
     )
