@@ -77,7 +77,7 @@ class BadSteps:
         ids = [str(i) for i in self._batches.rows(place)]
         rest = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
         return (
-            f"It had the examples {', '.join(ids[:_NAMED])}{rest} of epoch "
+            f"That step had the examples {', '.join(ids[:_NAMED])}{rest} of epoch "
             f"{place // self._batches.steps_per_epoch}; batches.at({place}) gives its batch again. "
         )
 

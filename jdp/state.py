@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -121,8 +122,10 @@ def init_state(
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)):
         return _shapes(tx, mesh, given, splits)
     if jax.process_count() > 1:
+        drawn = {"params": given.pop("params")} if make and splits else {}  # compared by `_born`
         given = broadcast_values(given) if broadcast else given
         same_everywhere(given, "initial state")
+        given |= drawn
     if splits is not None:
         given["params"] = split_params(given["params"], splits, mesh)
     elif placement is not None:
@@ -188,6 +191,10 @@ def _born(make: Callable[[], Any], placement: Placement | None, mesh: Mesh) -> A
         return jax.jit(lambda: make(), out_shardings=NamedSharding(mesh, P()))()
 
     _check_generator(make, placement)
+    if jax.process_count() > 1:  # afterwards no process has a whole one to compare
+        program = jax.jit(lambda: make()).lower().as_text()
+        text = np.frombuffer(program.encode(), np.uint8)
+        same_everywhere({"the function that makes params": text}, "initial state")
 
     def stored() -> Any:
         leaves, treedef = jax.tree.flatten(make())

@@ -5,6 +5,7 @@ import pathlib
 import struct
 
 import cluster
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -262,7 +263,7 @@ def data(bad=(), length=96):
 
 def test_nans_end_a_run_at_the_last_good_checkpoint_and_name_the_batch(tmp_path):
     match = (
-        r"The loss is nan, and has not been finite in 3 steps in a row, from step 6 on .* It had "
+        r"The loss is nan, and has not been finite in 3 steps in a row, from step 6 on .* had "
         r"the examples 40, 41, 42, 43, 44, 45, 46, 47 of epoch 0; batches.at\(5\) gives its batch "
         r"again\. The last good checkpoint is of step 4; nothing has been saved since step 6"
     )
@@ -436,9 +437,9 @@ def two():
         state = jdp.init_state({"w": jnp.zeros(())}, tx, mesh)
         return jdp.run(jdp.train_step(loss_fn, tx, mesh), state, batches, **more)
 
-    def failure(**more):
+    def failure(fn=train, **more):
         try:
-            train(**more)
+            fn(**more)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return "none"
@@ -456,13 +457,20 @@ def two():
 
     said["callback"] = failure(callbacks=[jdp.every(2, fails)])
     said["program"] = failure(factor=1 + me)
+
+    def draw(seed):
+        make = lambda: {"w": jax.random.normal(jax.random.key(seed), (3, 5))}  # noqa: E731
+        return jdp.init_state(make, jdp.zero3(optax.sgd(1.0), min_size=0), mesh)
+
+    said["drawn"] = np.asarray(jdp.logical(draw(7).params)["w"]).tolist()
+    said["drawn apart"] = failure(draw, seed=me)
     print("SAID", json.dumps(said), flush=True)
     with jdp.Checkpoints(folder / "nan", every_steps=2) as checkpoints:
         train(bad=[14], most_nonfinite=3, checkpoints=checkpoints)
 
 
 @pytest.mark.multiprocess
-def test_b01_b06_two_processes_begin_and_end_alike_and_name_the_same_batch(tmp_path, monkeypatch):
+def test_a30_b01_b06_e18_two_processes_begin_and_end_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster, "GRACE_SECONDS", 40)
     answers = cluster.run(two, start=False, check=False, env={"FOLDER": str(tmp_path)})
     assert [answer.returncode for answer in answers] == [1, 1], answers  # not 75: start again
@@ -471,7 +479,11 @@ def test_b01_b06_two_processes_begin_and_end_alike_and_name_the_same_batch(tmp_p
     assert "no such file (on process 1)" in said[0]["callback"]
     assert said[1]["callback"] == "OSError: no such file"
     assert "the processes run different programs" in said[0]["program"]
-    assert said[0]["program"] == said[1]["program"]
+    drawn = jax.jit(lambda: jax.random.normal(jax.random.key(7), (3, 5)))()
+    for one in said:
+        assert one["program"] == said[0]["program"]
+        assert one["drawn"] == drawn.tolist()
+        assert "['the function that makes params'] on process 1 differs" in one["drawn apart"]
     for answer in answers:
         assert "FloatingPointError: The loss is nan, and has not been finite in 3" in answer.output
         assert "from step 4 on" in answer.output
