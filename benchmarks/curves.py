@@ -40,7 +40,7 @@ LIMITS = {
     "bfloat16": (1.005, 0.501),
     "int8": (1.005, 0.255),
     "power_sgd_4_begun": (1.02, 0.1),
-    "diloco_32_begun": (1.03, 0.05),
+    "diloco_32_begun": (1.03, 0.05),  # not met yet
 }
 
 
