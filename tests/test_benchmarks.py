@@ -180,6 +180,25 @@ def test_payload_counts_loops_inside_loops(load):
     assert load("payload").payload_bytes(text) == (15 * 6 * 4, 0)
 
 
+def test_every_exchange_of_a_curve_is_counted(load):
+    """A start in 8 bits, then PowerSGD, then an agreement in 32 calls; and each by its bytes."""
+    curves = load("curves")
+    config = curves.Config(steps=100, local_int8=0.1, local_start=0.3, power_start=0.2)
+    arms = curves.arms(config)
+    exact, int8, power = curves.EXACT, curves.INT8, curves.POWER
+    found = {call: arms["diloco_32_begun"].exchanges(call) for call in range(1, 101)}
+    assert all(found[call] == [int8] for call in range(1, 11))
+    assert all(found[call] == [power] for call in range(11, 30))
+    assert found[30] == [power, exact]
+    assert {call for call in range(31, 101) if found[call]} == {62, 94}
+    assert found[62] == found[94] == [int8]
+    assert [call for call in range(1, 101) if arms["diloco_32"].exchanges(call)] == [32, 64, 96]
+    begun = [arms["power_sgd_4_begun"].exchanges(call) for call in range(1, 101)]
+    assert begun == [[int8]] * 20 + [[power]] * 80
+    size = curves.sent_by(exact, jdp.make_mesh(), config)
+    assert size == 2 * 7 / 8 * 4 * 115_008  # of the model's parameters
+
+
 def test_a_wrong_gradient_ends_the_benchmark(load):
     measure = load("measure")
     right = {"w": np.ones(3, np.float32), "b": np.full(2, 1e-3, np.float32)}

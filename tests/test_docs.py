@@ -45,7 +45,7 @@ def test_the_guide_to_memory(capsys):
 def test_the_guide_to_sending_less():
     """Its code runs, and everything that sends less still learns."""
     names = _run("docs/sending.md")
-    assert len(names["losses"]) == 11
+    assert len(names["losses"]) == 12
     start = float(names["loss_fn"](names["params"], names["batch"]))
     assert all(loss < 0.8 * start for loss in names["losses"].values()), names["losses"]
 
