@@ -9,6 +9,7 @@ and Ray starts all again, which go on from the last checkpoint; with --least als
 more once there are more. With RAY_ADDRESS set they run on that cluster; --out is then a folder that
 all its machines see. Takes half a minute.
 """
+# pyright: reportMissingImports=false
 
 import dataclasses
 import logging
