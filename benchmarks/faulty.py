@@ -106,6 +106,7 @@ def main(folder: Path) -> int:
             progress=False,
         )
     if stop.reason:
+        faults.note_stop()
         print(f"stopped after step {int(state.step)}: {stop.reason}", flush=True)
         return stop.code
     if jax.process_index() == 0:
@@ -246,6 +247,12 @@ class Faults:
         if not self._told:
             self._told = True
             print(f"step {number} is done, {_age():.2f} s after the start", flush=True)
+
+    def note_stop(self) -> None:
+        """Called when the run was stopped: on a busy machine the limit is over before its step."""
+        index, fault = self._next
+        if fault.kind == "limit" and index in self._mine:
+            self._announce(index)
 
     def _kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -137,6 +137,7 @@ def test_two_processes_and_one(tmp_path):
         assert said["steps after"] == [3]
         assert said["saved after"] is True
         assert "could not save step 1" in said["large"]
+        assert "Failed to write" in said["large"]
         assert "File too large" in said["large"]
         assert said["saved large"] is True
         assert "division by zero" in said["unread"]
