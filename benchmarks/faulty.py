@@ -66,7 +66,8 @@ def main(folder: Path) -> int:
     """Trains, from the last checkpoint on if there is one; returns the exit code."""
     plan = Plan.read(folder)
     faults = Faults(folder, plan)
-    jdp.initialize(**faults.limits())
+    vanished, stuck = faults.limits()
+    jdp.initialize(vanished_seconds=vanished, stuck_seconds=stuck)
     mesh, tx = jdp.make_mesh(), jdp.skip_nonfinite(jdp.zero1(optax.adam(3e-3)))
     step = jdp.train_step(loss_fn, tx, mesh)
     state = jdp.init_state(initial(), tx, mesh, key=jax.random.key(1))
@@ -129,14 +130,14 @@ class Examples:
     def __len__(self) -> int:
         return EXAMPLES
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         if index in self.traps:
             self.traps[index]()
         x = self._x[index]
         return {"x": x, "y": np.sin(x[:1]), "id": np.float32(index)}
 
 
-def initial() -> dict[str, np.ndarray]:
+def initial() -> dict[str, Any]:
     """Parameters to begin with."""
     random = np.random.default_rng(1)
     w1, w2 = random.normal(0, 0.3, (8, 64)), random.normal(0, 0.1, (64, 1))
@@ -172,13 +173,10 @@ class Faults:
         self._mine = {index: fault for index, fault in left.items() if fault.process == self._me}
         self._number, self._told = 0, False
 
-    def limits(self) -> dict[str, float]:
-        """Of the watchdog: short where the next fault is to be noticed by the time that passes."""
+    def limits(self) -> tuple[float, float]:
+        """Of the watchdog: short where the next fault is noticed by the time that passes."""
         kind = self._next[1].kind
-        return {
-            "vanished_seconds": 8.0 if kind in ("freeze", "leave") else 60.0,
-            "stuck_seconds": 4.0 if kind == "stuck" else 120.0,
-        }
+        return 8 if kind in ("freeze", "leave") else 60, 4 if kind == "stuck" else 120
 
     def time_limit(self) -> float | None:
         """Of the run: over soon if that is the next fault."""

@@ -126,7 +126,7 @@ def test_what_nobody_said_is_missed():
         "jdp launch: process 1 failed first, killed by SIGKILL, 2 s after the start.\n"
         "    fault 0: kill, process 1, step 3\n"
         "[0] fault 1: exit, process 0, step 7\n"
-        "[1] jdp: process 1 (a, pid 1) vanished, last heard of in step 7: it was killed, or crashed."
+        "[1] jdp: process 1 vanished, last heard of in step 7: it was killed, or crashed."
     )
     first, second, third = soak.missing(plan, output)
     assert first.startswith("kill, process 1, step 3: nobody said 'vanished")
