@@ -157,6 +157,8 @@ def loss_fn(params: Any, batch: Any, key: jax.Array) -> tuple[jdp.Mean, dict[str
 
 # What goes wrong
 
+GOES_ON = ("pause", "full", "vanished", "readonly")  # all others end the run, to be started again
+
 
 class Faults:
     """The faults of one process, those that have not happened yet."""
@@ -169,17 +171,18 @@ class Faults:
         self._happened.mkdir(exist_ok=True)
         self.mend()
         left = {i: x for i, x in enumerate(plan.faults) if not (self._happened / str(i)).exists()}
-        self._next = min(left.items(), key=lambda item: item[1].step, default=(0, Fault("", 0, 0)))
+        ends = [item for item in left.items() if item[1].kind not in GOES_ON]
+        self._next = min(ends, key=lambda item: item[1].step, default=(0, Fault("", 0, 0)))
         self._mine = {index: fault for index, fault in left.items() if fault.process == self._me}
         self._number, self._told = 0, False
 
     def limits(self) -> tuple[float, float]:
-        """Of the watchdog: short where the next fault is noticed by the time that passes."""
+        """Of the watchdog: short where the fault that ends the run is noticed by the time."""
         kind = self._next[1].kind
         return 8 if kind in ("freeze", "leave") else 60, 4 if kind == "stuck" else 120
 
     def time_limit(self) -> float | None:
-        """Of the run: over soon if that is the next fault."""
+        """Of the run: over soon if that is what ends it."""
         index, fault = self._next
         if fault.kind != "limit" or index not in self._mine:
             return None
