@@ -66,7 +66,8 @@ def main(folder: Path) -> int:
     """Trains, from the last checkpoint on if there is one; returns the exit code."""
     plan = Plan.read(folder)
     faults = Faults(folder, plan)
-    jdp.initialize(**faults.limits())
+    vanished, stuck = faults.limits()
+    jdp.initialize(vanished_seconds=vanished, stuck_seconds=stuck)
     mesh, tx = jdp.make_mesh(), jdp.skip_nonfinite(jdp.zero1(optax.adam(3e-3)))
     step = jdp.train_step(loss_fn, tx, mesh)
     state = jdp.init_state(initial(), tx, mesh, key=jax.random.key(1))
@@ -106,6 +107,7 @@ def main(folder: Path) -> int:
             progress=False,
         )
     if stop.reason:
+        faults.note_stop()
         print(f"stopped after step {int(state.step)}: {stop.reason}", flush=True)
         return stop.code
     if jax.process_index() == 0:
@@ -128,14 +130,14 @@ class Examples:
     def __len__(self) -> int:
         return EXAMPLES
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         if index in self.traps:
             self.traps[index]()
         x = self._x[index]
         return {"x": x, "y": np.sin(x[:1]), "id": np.float32(index)}
 
 
-def initial() -> dict[str, np.ndarray]:
+def initial() -> dict[str, Any]:
     """Parameters to begin with."""
     random = np.random.default_rng(1)
     w1, w2 = random.normal(0, 0.3, (8, 64)), random.normal(0, 0.1, (64, 1))
@@ -155,6 +157,8 @@ def loss_fn(params: Any, batch: Any, key: jax.Array) -> tuple[jdp.Mean, dict[str
 
 # What goes wrong
 
+GOES_ON = ("pause", "full", "vanished", "readonly")  # all others end the run, to be started again
+
 
 class Faults:
     """The faults of one process, those that have not happened yet."""
@@ -167,20 +171,18 @@ class Faults:
         self._happened.mkdir(exist_ok=True)
         self.mend()
         left = {i: x for i, x in enumerate(plan.faults) if not (self._happened / str(i)).exists()}
-        self._next = min(left.items(), key=lambda item: item[1].step, default=(0, Fault("", 0, 0)))
+        ends = [item for item in left.items() if item[1].kind not in GOES_ON]
+        self._next = min(ends, key=lambda item: item[1].step, default=(0, Fault("", 0, 0)))
         self._mine = {index: fault for index, fault in left.items() if fault.process == self._me}
         self._number, self._told = 0, False
 
-    def limits(self) -> dict[str, float]:
-        """Of the watchdog: short where the next fault is to be noticed by the time that passes."""
+    def limits(self) -> tuple[float, float]:
+        """Of the watchdog: short where the fault that ends the run is noticed by the time."""
         kind = self._next[1].kind
-        return {
-            "vanished_seconds": 8.0 if kind in ("freeze", "leave") else 60.0,
-            "stuck_seconds": 4.0 if kind == "stuck" else 120.0,
-        }
+        return 8 if kind in ("freeze", "leave") else 60, 4 if kind == "stuck" else 120
 
     def time_limit(self) -> float | None:
-        """Of the run: over soon if that is the next fault."""
+        """Of the run: over soon if that is what ends it."""
         index, fault = self._next
         if fault.kind != "limit" or index not in self._mine:
             return None
@@ -246,6 +248,12 @@ class Faults:
         if not self._told:
             self._told = True
             print(f"step {number} is done, {_age():.2f} s after the start", flush=True)
+
+    def note_stop(self) -> None:
+        """Called when the run was stopped: on a busy machine the limit is over before its step."""
+        index, fault = self._next
+        if fault.kind == "limit" and index in self._mine:
+            self._announce(index)
 
     def _kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -13,6 +13,7 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib
+import logging
 import math
 import zlib
 from collections.abc import Callable, Sequence
@@ -43,7 +44,14 @@ def orbax() -> Any:
         ImportError: If it is not installed, saying how to install it.
     """
     use = "jdp.Checkpoints stores arrays with Orbax"
-    return library("orbax.checkpoint", use, "checkpoints", "orbax-checkpoint")
+    module = library("orbax.checkpoint", use, "checkpoints", "orbax-checkpoint")
+    logging.getLogger("absl").addFilter(_is_news)  # once, however often
+    return module
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not an error that Orbax logs, with its trace, from a thread, and raises as well."""
+    return not (record.exc_info and "orbax" in record.pathname)
 
 
 def at(path: Any) -> Any:

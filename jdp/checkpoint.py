@@ -251,8 +251,7 @@ class Checkpoints:
             values[i] = value
         self._last = manifest.step
         self._keeper.own.add(manifest.step)
-        treedef = jax.tree.structure(like, is_leaf=is_stored)
-        return treedef.unflatten(values), manifest.data
+        return jax.tree.structure(like, is_leaf=is_stored).unflatten(values), manifest.data
 
     def latest(self) -> int | None:
         """Step of the newest finished checkpoint, the same on all processes; `None` if none."""

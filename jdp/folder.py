@@ -204,7 +204,8 @@ class Folder:
                 "Was it removed or unmounted? Bring it back, or begin a new one",
             )
         else:
-            short = text.splitlines()[0][:300] if text else ""
+            line = text.splitlines()[0] if text else ""
+            short = line if len(line) <= 400 else f"{line[:100]} ... {line[-300:]}"
             why, advice = f"{type(error).__name__}: {short}", "See the error above"
         if where := re.search(r" \(on process \d+\)$", text):
             why = why.removesuffix(where[0]) + where[0]

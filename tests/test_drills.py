@@ -30,13 +30,16 @@ TWO = Plan(
         Fault("kill", 1, 13),
         Fault("pause", 0, 18),
         Fault("full", 0, 19),
+        Fault("readonly", 0, 27),
         Fault("callback", 0, 39),
         Fault("saving", 1, 45),
         Fault("vanished", 1, 48),
+        Fault("pause", 0, 57),
         Fault("kill", 0, 68),
         Fault("loader", 1, 74),
         Fault("pause", 1, 77),
         Fault("sigterm", 1, 79),
+        Fault("pause", 1, 87),
         Fault("damage", 0, 93),
         Fault("drift", 1, 97),
         Fault("stuck", 1, 109),
@@ -51,6 +54,7 @@ FOUR = Plan(
         Fault("kill", 3, 13),
         Fault("pause", 3, 17),
         Fault("readonly", 2, 19),
+        Fault("pause", 1, 33),
         Fault("exit", 1, 38),
         Fault("saving", 0, 45),
         Fault("vanished", 3, 48),
@@ -97,7 +101,6 @@ def trained_once(folder, plan):
 
 
 def test_drills_of_two_processes(tmp_path):
-    """Fourteen faults of thirteen kinds."""
     run = drilled(TWO, tmp_path, processes=2, devices=2)
     trained_once(tmp_path / "run", TWO)
     assert run.codes[:-1] == [85]
@@ -107,3 +110,33 @@ def test_drills_of_four_processes(tmp_path):
     run = drilled(FOUR, tmp_path, processes=4, devices=1)
     trained_once(tmp_path / "run", FOUR)
     assert run.codes[:-1] == [85, -9]
+
+
+def test_there_are_thirty_faults_of_ten_kinds():
+    faults = [*TWO.faults, *FOUR.faults]
+    assert len(faults) >= 30
+    assert len({fault.kind for fault in faults}) >= 10
+    assert {fault.kind for fault in faults} == set(soak.SAYS)
+
+
+def test_what_nobody_said_is_missed():
+    plan = Plan(10, 5, (Fault("kill", 1, 3), Fault("exit", 0, 7), Fault("drift", 0, 9)))
+    output = (
+        "[1] fault 0: kill, process 1, step 3\n"
+        "jdp launch: process 1 failed first, killed by SIGKILL, 2 s after the start.\n"
+        "    fault 0: kill, process 1, step 3\n"
+        "[0] fault 1: exit, process 0, step 7\n"
+        "[1] jdp: process 1 vanished, last heard of in step 7: it was killed, or crashed."
+    )
+    first, second, third = soak.missing(plan, output)
+    assert first.startswith("kill, process 1, step 3: nobody said 'vanished")
+    assert second.startswith("exit, process 0, step 7: nobody said 'process 0 failed first")
+    assert third == "drift, process 0, step 9: did not happen"
+
+
+def test_a_soak_draws_its_faults_from_its_seed():
+    config = soak.Config()
+    faults = list(soak.drawn(config))
+    assert faults == list(soak.drawn(config))
+    assert faults != list(soak.drawn(soak.Config(seed=1)))
+    assert [fault.step // config.every for fault in faults] == list(range(25))

@@ -243,6 +243,19 @@ def test_b14_errors_that_end_no_program_are_only_shown(watch, monkeypatch):
     assert (str(shown[0]), texts) == ("typo", {})
 
 
+def test_b14_the_echo_of_an_error_lets_the_error_be_told_first(watch, monkeypatch):
+    dog, texts = watch
+    slept = []
+    nothing = types.SimpleNamespace(unregister=lambda call: None, _run_exitfuncs=lambda: None)
+    monkeypatch.setattr(watchdog, "atexit", nothing)
+    monkeypatch.setattr(watchdog.time, "sleep", slept.append)
+    monkeypatch.setattr(dog, "_leave", lambda code: None)
+    for text in ("jdp.Batches has no batch 3: process 2 failed with OSError: no.", "no batch 3"):
+        dog._fail(lambda *given: None, RuntimeError, RuntimeError(text), None)
+    assert slept == [0.6 * 0.2]
+    assert "process 1 failed in step" in texts["jdp/verdict"]
+
+
 @pytest.mark.parametrize("value", ["0.5", "soon", "-1", "nan"])
 def test_limits_that_are_no_times_are_refused(monkeypatch, value):
     monkeypatch.setenv("JDP_STUCK_SECONDS", value)
