@@ -8,7 +8,8 @@ The model and the text are those of `examples/train_gpt.py`, with another reduct
 steps in each arm and the same batches and schedule. What a device sends in an exchange is counted
 from the exchange's compiled program, by the ring algorithm, and added up over the exchanges of the
 whole run; the scalars of loss and weight are left out. Arms with a start average gradients exactly,
-or in 8 bits, in the first calls.
+or in 8 bits, in the first calls. Expected: 16 and 8 bits end where float32 does; PowerSGD with a
+start comes within 2 % in 4000 steps, and DiLoCo stays behind.
 """
 
 import dataclasses
@@ -55,7 +56,7 @@ class Config:
     local_int8: float = 0.149  # share of the steps in int8 before DiLoCo, where it has a start
     local_start: float = 0.5  # share before local steps; what is not in int8 is PowerSGD
     outer_rate: float = 0.7  # of DiLoCo's outer optimizer
-    outer_momentum: float = 0.75  # 0.7 / (1 - 0.75) ~ sqrt(8): what Adam's noise takes from drift
+    outer_momentum: float = 0.75  # with which 960 steps ended lower than with 0.9
     batch: int = 16
     learning_rate: float = 3e-3
     warmup: int | None = None  # steps; none: a thirteenth of them
