@@ -22,7 +22,7 @@ notebooks: $(VENV)/.notebooks,examples
 	$(BIN)/jupyter-execute --timeout=300 notebooks/*.ipynb
 
 bench: $(VENV)/.examples
-	set -e; for name in step accumulate overhead processes zero reductions exposed balance power input checkpoint; do \
+	set -e; for name in step accumulate overhead processes zero reductions exposed balance power input checkpoint two_processes; do \
 		echo "== $$name"; $(BIN)/python benchmarks/$$name.py; \
 	done
 
@@ -33,8 +33,9 @@ bench-compiled: $(VENV)/.examples,gpu
 clean:
 	rm -rf $(VENV) build *.egg-info
 
-# One stamp for each set of extras: installed again only when pyproject.toml has changed.
+# One stamp for each set of extras: installed again only when pyproject.toml has changed. Of a GB of
+# packages little is ever imported: what is, Python compiles then.
 $(VENV)/.%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[$*]'
 	touch $@

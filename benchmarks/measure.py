@@ -169,7 +169,7 @@ def report(
         console.print(_table(benchmark, results, columns))
     if settings.get("quick"):
         console.print("A trial run: the numbers mean nothing.")
-    else:
+    elif goals:
         console.print(_goals(goals))
     console.print("  ".join(f"{name}: {value}" for name, value in about.items()), highlight=False)
     if path is not None:

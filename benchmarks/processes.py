@@ -49,10 +49,7 @@ def main(config: Config) -> None:
 
 def launch(work: Callable[[Any, str, int], None], config: Any, processes: int) -> None:
     """Runs `work(config, coordinator, index)` in so many processes, and ends with them."""
-    with socket.socket() as probe:  # a port that is free now, and hardly taken a moment later
-        probe.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
-    start = multiprocessing.get_context("spawn").Process
+    start, coordinator = multiprocessing.get_context("spawn").Process, free_coordinator()
     children = [start(target=work, args=(config, coordinator, i)) for i in range(processes)]
     try:
         for child in children:
@@ -66,6 +63,13 @@ def launch(work: Callable[[Any, str, int], None], config: Any, processes: int) -
     finally:
         for child in children:
             child.kill()  # one that waits for a failed one would wait for ever
+
+
+def free_coordinator() -> str:
+    """An address whose port is free now, and hardly taken a moment later."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def work(config: Config, coordinator: str, index: int) -> None:

@@ -20,8 +20,8 @@ Floors, each importing only from those above it:
     precision, finite, offload, local, local_step, local_state
     state, restage, update, train, evaluate, check, agreement, drift, hlo, live, holdings, memory,
     hardware, manifest, archive, folder, decisions, saving, keeping, checkpoint, export
-    sent, asked, groups, origin, costs, flops, targets, schedule, compiling, reporting, report,
-    contract, alike, tables
+    sent, asked, groups, origin, costs, flops, targets, roofline, schedule, compiling, reporting,
+    report, contract, alike, tables
         page_parts, page_timeline, page_holdings, page_sections, page, page_answers
         sizes, probe, memory_model, step_time, strategy, planned, wanted, split_advice,
         confirmed, planning

@@ -109,7 +109,7 @@ def plan(
 
     Raises:
         ValueError: If there is no such target, no number of devices divides the batch, `tx`
-            communicates already, or the loss is none (see `jdp.value_and_grad`).
+            communicates or is offloaded already, or the loss is none (see `jdp.value_and_grad`).
         TypeError: If a parameter is not real floating point, or the loss takes other arguments.
 
     Example:

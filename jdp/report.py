@@ -39,6 +39,7 @@ from jdp.memory import Memory, memory_of
 from jdp.mesh import axis_size, data_axes
 from jdp.padded import logical
 from jdp.reporting import Floor, Report, microseconds
+from jdp.roofline import Roofline
 from jdp.schedule import Seconds, walk
 from jdp.sent import Sent, Walked
 from jdp.split import find_placement
@@ -147,9 +148,8 @@ def _report(
         memory, limit = _lacking(held, job, used), told or limit
         fits = False
     else:
-        rate = None if limit is None or chip is None else chip.memory_bytes_per_s
         seconds = _seconds(chip, mesh, target)
-        walked = walk(compiled.as_text(), mesh, seconds=seconds, memory_rate=rate)
+        walked = walk(compiled.as_text(), mesh, seconds=seconds, roofline=_roofline(chip))
         memory = memory_of(compiled, job.state, job.batch)
         fits = None if limit is None else memory.total <= limit
     count = None if traced is None else flops(traced.jaxpr, mesh.size)
@@ -182,6 +182,13 @@ def _report(
         notes=(*job.notes, *walked.notes),
     )
     return report._replace(verdict=_verdict(report, chip, outcome.lack))
+
+
+def _roofline(chip: Chip | None) -> Roofline | None:
+    """What a chip can do at best, if its figures are known."""
+    if chip is None or chip.platform == "cpu" or not {"bf16", "f32"} <= set(chip.flops):
+        return None
+    return Roofline(chip.flops, chip.memory_bytes_per_s)
 
 
 def _seconds(chip: Chip | None, mesh: Mesh, target: Target | None) -> Seconds | None:

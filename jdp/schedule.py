@@ -7,7 +7,8 @@ is on the wire from its start, or from the end of the collective before it, and 
 waits. What is waited for is exposed, the rest is hidden. Times of compute are the compiler's:
 cycles of a fusion (TPU), speed-of-light times (GPU, with `COST_MODEL`). Times of collectives are
 the compiler's where it tells (GPU, all-gather and all-reduce), else bytes over the bandwidth of the
-link. Programs for CPUs have no times. Nothing is compiled or run.
+link. Where XLA:GPU knows no times at all, computing takes what a roofline says. Programs for CPUs
+have no times. Nothing is compiled or run.
 """
 
 import re
@@ -20,6 +21,7 @@ from jdp.costs import floor_bytes
 from jdp.groups import Groups, axes_of, groups, size_of
 from jdp.hlo import Computation, Instruction, Program, leaves, parse
 from jdp.origin import Frames, Origin, origin
+from jdp.roofline import Roofline
 from jdp.sent import FREE, Sent, Span, Walked, finishes, payload, short, told
 
 COST_MODEL: dict[str, dict[str, Any]] = {
@@ -39,7 +41,7 @@ _MOST_SPANS = 1500  # a page shows no more
 
 
 def walk(
-    text: str, mesh: Mesh, *, seconds: Seconds | None = None, memory_rate: float | None = None
+    text: str, mesh: Mesh, *, seconds: Seconds | None = None, roofline: Roofline | None = None
 ) -> Walked:
     """Walks a compiled program.
 
@@ -47,14 +49,21 @@ def walk(
         text: `compiled.as_text()`, compiled with the options `COST_MODEL` of its platform.
         mesh: The mesh it was compiled for.
         seconds: How long a collective takes that the compiler tells no time of.
-        memory_rate: Bytes per second of the device's memory, if known.
+        roofline: What the device can do at best, if known.
 
     Returns:
         What it sends and computes.
     """
     device = mesh.devices.flat[0]
-    clock = _Walk(parse(text), Frames(text), mesh, seconds, memory_rate)
+    clock = _Walk(parse(text), Frames(text), mesh, seconds, roofline)
     clock.run(clock.program.computations[clock.program.entry])
+    if device.platform == "gpu" and not clock.compute and roofline is not None:
+        clock = _Walk(clock.program, Frames(text), mesh, seconds, roofline, modelled=True)
+        clock.run(clock.program.computations[clock.program.entry])
+        clock.notes.append(
+            "Times of computing are those of a roofline, the least that products and memory allow: "
+            "this chip's compiler has no model."
+        )
     timed = device.platform != "cpu" and clock.compute > 0  # else nobody told any
     rows = tuple(clock.row(x, timed) for x in clock.rows.values())
     total = lambda of: sum(of(x) or 0.0 for x in rows) if timed else None  # noqa: E731
@@ -102,10 +111,12 @@ class _Walk:
         frames: Frames,
         mesh: Mesh,
         seconds: Seconds | None,
-        memory_rate: float | None,
+        roofline: Roofline | None,
+        modelled: bool = False,
     ) -> None:
         self.program, self.mesh = program, mesh
-        self._frames, self._seconds, self._memory_rate = frames, seconds, memory_rate
+        self._frames, self._seconds = frames, seconds
+        self._roofline, self._modelled = roofline, modelled
         self._cycles = _CYCLES_PER_S.get(mesh.devices.flat[0].device_kind, 1.5e9)
         self._tpu = mesh.devices.flat[0].platform == "tpu"
         self.now = self.compute = self._wire_free = self.moved = 0.0
@@ -277,10 +288,13 @@ class _Walk:
     def _compute(self, instruction: Instruction, named: dict[str, Instruction]) -> None:
         if instruction.opcode in FREE:
             return
-        spent = self._compute_us(instruction)
         moved = float(self._moved(instruction, named))
-        if spent and self._memory_rate is not None:  # operands may be read in part
-            moved = min(moved, 1e-6 * spent * self._memory_rate)
+        if self._modelled and self._roofline is not None:
+            spent = self._roofline.microseconds(instruction, named, self.program, moved)
+        else:
+            spent = self._compute_us(instruction)
+        if spent and self._roofline is not None:  # operands may be read in part
+            moved = min(moved, 1e-6 * spent * self._roofline.memory_rate)
         self.moved += moved
         for flight in self._flights.values():
             what = short(instruction)

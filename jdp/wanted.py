@@ -160,6 +160,14 @@ def _check_plain(tx: Any, params: Any) -> None:
         return  # its update may ask for more than there is here
     if placement is not None:
         raise ValueError(_COMMUNICATES.format(f"it holds a jdp.zero{placement.stage}"))
+    if any(
+        x.memory_space is not jax.memory.Space.Device
+        for x in jax.make_jaxpr(tx.init)(params).out_avals
+    ):
+        raise ValueError(
+            "jdp.plan was given a tx with jdp.offload. Where the optimizer state rests is part of "
+            "what is planned; give the optimizer alone, such as optax.adamw(3e-4)."
+        )
     check_master(params, state)
 
 

@@ -84,6 +84,15 @@ def test_runs_and_all_arms_end_at_the_same_gradient(script, arguments, arms, key
     assert "allocator: " in printed
 
 
+@pytest.mark.multiprocess
+def test_one_process_and_two_have_the_same_loss_and_take_turns(tmp_path):
+    path = tmp_path / "out.json"
+    _run(["two_processes.py", "--quick", "--model", "mlp", "--json", str(path)])
+    rows = _content(path, "two processes")["results"]
+    assert [row["arm"] for row in rows] == ["one, step", "one, fed", "two, step", "two, fed"]
+    assert all(row["step_ms"] > 0 for row in rows)
+
+
 def test_the_memory_table_runs(load, tmp_path):
     if what := load("described").missing("gpu"):
         pytest.skip(what)

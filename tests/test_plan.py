@@ -640,6 +640,12 @@ def test_a_tx_that_accumulates_over_calls():
         plan(loss_fn, params, batch, jdp.multi_steps(TX, every=2))
 
 
+def test_a_tx_whose_state_is_offloaded_already():
+    params, batch = mlp()
+    with pytest.raises(ValueError, match=r"tx with jdp.offload.*give the optimizer alone"):
+        plan(loss_fn, params, batch, optax.chain(optax.clip(1.0), jdp.offload(TX, min_size=1)))
+
+
 def test_a_tx_that_communicates_for_some_parameters():
     params, batch = mlp()
     parts = {"a": optax.chain(jdp.all_reduce(), TX), "b": optax.sgd(0.1)}

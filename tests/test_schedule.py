@@ -5,15 +5,19 @@ All are one step: a residual network scanned over 4 layers, two microbatches, Ad
 """
 
 import gzip
+import math
 import pathlib
+import re
 import types
 
 import numpy as np
 import pytest
 
 from jdp.groups import axes_of, groups
+from jdp.hardware import CHIPS
 from jdp.hlo import Instruction
 from jdp.origin import Frames, origin
+from jdp.roofline import Roofline
 from jdp.schedule import walk
 
 FOLDER = pathlib.Path(__file__).parent / "programs_stored"
@@ -145,6 +149,26 @@ def test_what_computes_beside_a_gather_on_a_tpu(version):
     assert all(x.exposed_us < x.us for x in beside)
     waiting = [x for x in walked.collectives if not x.asynchronous]
     assert all(x.exposed_us == pytest.approx(x.us) and not x.beside for x in waiting)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["ar", "zero3"])
+def test_where_no_times_are_told_a_roofline_gives_them(name, version):
+    told = stored("gpu", name, version)
+    untold = re.sub(r'"reification_cost":\[[^\]]*\],?', "", told)
+    chip = CHIPS["h100"]
+    assert walk(untold, mesh_of("gpu")).compute_us is None
+    memory = Roofline(chip.flops, chip.memory_bytes_per_s)
+    found = walk(untold, mesh_of("gpu"), roofline=memory)
+    assert "those of a roofline" in found.notes[-1]
+    theirs = walk(told, mesh_of("gpu"), roofline=memory)
+    assert not any("roofline" in note for note in theirs.notes)
+    assert 0.9 < found.compute_us / theirs.compute_us < 1.2  # what caches hold counts, too
+    # with a memory that takes no time there are the products only: forward, and twice that back
+    least = walk(untold, mesh_of("gpu"), roofline=Roofline(chip.flops, math.inf)).compute_us
+    rows, microbatches = 16, 2
+    count = 3 * 2 * rows * microbatches * (GRADIENTS // 4)
+    assert least == pytest.approx(1e6 * count / chip.flops["f32"])
 
 
 def test_loops_are_counted_as_if_each_round_were_walked():
