@@ -158,7 +158,7 @@ def survive(
     """Starts a run, and again where `jdp launch` does not, until it ends or fails for good."""
     plan.write(folder)
     program = Path(__file__).with_name("faulty.py")
-    command = [sys.executable, "-m", "jdp", "launch", "-n", str(processes), "--grace", "3"]
+    command = [sys.executable, "-m", "jdp", "launch", "-n", str(processes)]
     command += ["--devices", str(devices), "--max-restarts", "99", str(program), "--", str(folder)]
     paths = os.pathsep.join([str(program.parents[1]), os.environ.get("PYTHONPATH", "")])
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
