@@ -135,8 +135,7 @@ class Checkpoints:
             force: Save, even if it is not time to: at the end of a run.
 
         Returns:
-            Whether it was saved (begun to be, if asynchronous). `False` if it was not time to, or
-            there is a checkpoint of this step.
+            Whether it was saved, or has begun to be: not if it is not time, or there is one.
 
         Raises:
             CheckpointError: If this write, or the last one in the background, failed.
@@ -322,9 +321,8 @@ class Checkpoints:
         folder = self._folder.of(about.step) / "arrays"
         done: list[Callable[[], None]] = []
         try:
-            self._decisions.each(
-                lambda: done.append(archive.write(folder, leaves, values, self._files))
-            )
+            write = functools.partial(archive.write, folder, leaves, values, self._files)
+            self._decisions.each(lambda: done.append(write()))
         except Exception as error:
             raise self._failed(error, about.step) from error
         if not self._asynchronous:

@@ -43,11 +43,7 @@ STUCK_SECONDS = 540.0  # a minute less than jdp.feed waits for a loader, so that
 
 _BEATS, _VERDICT = "jdp/beat/", "jdp/verdict"
 _SLICE_SECONDS = 0.25  # of one wait in C++: the end of the process is delayed by one at most
-_LIBRARIES = (
-    sysconfig.get_path("stdlib"),
-    sysconfig.get_path("purelib"),
-    str(Path(__file__).parent),
-)
+_LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "purelib")), str(Path(__file__).parent))
 # Of errors of XLA and gloo, which are RuntimeErrors or ValueErrors, and of jdp's loaders.
 _ECHO = re.compile(r"gloo|[nr]ccl|connection|socket|UNAVAILABLE|DEADLINE_EX|\d failed with", re.I)
 
@@ -112,10 +108,7 @@ def note_step(step: int | None = None) -> None:
 
 
 def note_alive() -> None:
-    """Tells the watchdog that this process is busy with something longer than `stuck_seconds`.
-
-    What is called stuck, and is not, calls it now and then. It is no step: those are compared.
-    """
+    """Tells the watchdog that what takes longer than `stuck_seconds` is not stuck; no step."""
     _here.since = time.monotonic()
 
 
