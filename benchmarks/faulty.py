@@ -307,6 +307,7 @@ class Faults:
         self._kill()
 
     def _full(self) -> None:
+        self._open.wait()  # what it removes at its end would leave room for another
         with self._filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(4096))
