@@ -124,7 +124,6 @@ def drawn(config: Config) -> Iterator[Fault]:
     for start in range(0, config.steps, config.every):
         late = config.every - 4 * config.save_every
         step = start + draw.randrange(min(3 * config.save_every, late), late + 1)
-        step += step % config.save_every == 1  # the step before is saved, but not yet logged
         yield Fault(draw.choice(kinds), draw.randrange(config.processes), step)
 
 

@@ -46,13 +46,20 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file: TextIO | None = None
+        self._last: dict[str, float | None] = {}
+        self._begin = 0  # of the last line
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes a line."""
+        """Writes a line, or more into the last one if it is of this step."""
         if self._file is None:
             self._file = self._opened(step)
         finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        if self._last.get("step") == step:
+            self._file.truncate(self._begin)
+        else:
+            self._last, self._begin = {}, os.fstat(self._file.fileno()).st_size
+        self._last |= {"step": step, **finite}
+        self._file.write(json.dumps(self._last) + "\n")
         self._file.flush()
 
     def _opened(self, step: int) -> TextIO:
@@ -71,7 +78,7 @@ class JsonLines:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
-            self._file = None
+            self._file, self._last = None, {}
 
 
 def _step_of(line: str) -> float:

@@ -146,7 +146,7 @@ def run(
     if hasattr(state, "step"):
         _check_position(number, batches, batches_begin)
     bad = BadSteps(most_nonfinite, batches, batches_begin, checkpoints)
-    saver = _Saver(checkpoints, batches, bad, number)
+    saver = _Saver(checkpoints, batches, bad, number, steps)
     with contextlib.ExitStack() as stack:
         for one in log:
             stack.callback(getattr(one, "close", lambda: None))
@@ -165,12 +165,12 @@ def run(
                 state, metrics = step(state, batch)
                 first, number = False, number + 1
                 note_step(number)  # by its number in the run, whatever the step tells
-                reader.read()
+                reader.tell()
                 reader.pending = _Pending(number, metrics, caller.after(number, state))
                 saver.after(number, state, reader)
             if reader.pending is not None:
                 reader.pending.found.update(caller.at_end(number, state))
-                reader.read(last=True)
+                reader.tell(last=True)
                 saver.at_end(number, state, reader)
         except Exception as error:
             error.add_note(f"jdp.run: after {number} steps, in the next or in what comes between.")
@@ -267,9 +267,14 @@ class _Saver:
     """Saves when it is time to, if the last steps were good."""
 
     def __init__(
-        self, checkpoints: "Checkpoints | None", batches: Any, bad: BadSteps, begin: int
+        self,
+        checkpoints: "Checkpoints | None",
+        batches: Any,
+        bad: BadSteps,
+        begin: int,
+        steps: int | None,
     ) -> None:
-        self._checkpoints, self._bad = checkpoints, bad
+        self._checkpoints, self._bad, self._steps = checkpoints, bad, steps
         self._data = batches if callable(getattr(batches, "state", None)) else None
         self._owed, self._saved = False, begin
         if checkpoints is None:
@@ -288,7 +293,9 @@ class _Saver:
         if self._checkpoints is not None and (self._checkpoints.due(number) or self._owed):
             self._owed = True  # until a good step comes
             reader.settle()
-            self._save(self._checkpoints, number, state, reader.values)
+            if number != self._steps:  # the last one waits for the callbacks of the end
+                reader.tell()  # before: what is saved is not trained, and told of, again
+                self._save(self._checkpoints, number, state, reader.values)
 
     def at_end(self, number: int, state: Any, reader: "_Reader") -> None:
         """After the last step, which has been read."""
@@ -349,21 +356,25 @@ class _Reader:
         self._bar(number, values.get("loss"))
         self._bad.note(number, values.get("loss"), values.get("skipped"))
 
-    def read(self, *, last: bool = False) -> None:
-        """Settles the step that is pending, and tells the logs if it is one to be logged."""
+    def tell(self, *, last: bool = False) -> None:
+        """Settles the step that is pending, and tells the logs, once, if it is one to be logged."""
         if self.pending is None:
             return
         number, _, found = self.pending
         due = last or bool(found) or number % self._log_every == 0
         self.settle(whole=due)
-        self.pending = None
-        if due:
+        self.values |= found
+        if due and number != self._logged:
             now = time.perf_counter()
             speed = (number - self._logged) / max(now - self._since, 1e-9)
             self._logged, self._since = number, now
-            self.values |= found
-            for one in self._log:
-                one(number, self.values | {"steps_per_s": speed})
+            self._say(number, self.values | {"steps_per_s": speed})
+        elif last and found:  # of the end
+            self._say(number, found)
+
+    def _say(self, number: int, values: dict[str, float]) -> None:
+        for one in self._log:
+            one(number, values)
 
 
 def _agreement(stop: Callable[[int], bool] | Stop | None, log_every: int) -> Callable[[int], bool]:

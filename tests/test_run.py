@@ -261,6 +261,48 @@ def data(bad=(), length=96):
     return jdp.Batches(jdp.Columns({"x": x}), MESH, batch=8, seed=0, shuffle=False)
 
 
+def test_a_step_is_logged_before_it_is_saved(tmp_path):
+    """Else a run that is killed right after would neither train nor log it again."""
+    told = []
+
+    def broken(rows):
+        if checkpoints.latest() == 2:
+            raise OSError("the disk is gone")
+        return rows
+
+    given = jdp.Batches(
+        *(jdp.Columns({"x": np.ones(96, np.float32)}), MESH), batch=8, seed=0, transform=broken
+    )
+    folder = tmp_path / "saved"
+    with jdp.Checkpoints(folder, every_steps=2, asynchronous=False) as checkpoints:
+        with pytest.raises(Exception, match="the disk is gone"):
+            jdp.run(
+                *(TRAIN[CHAIN], fresh(), given),
+                checkpoints=checkpoints,
+                log=[lambda step, values: told.append(step)],
+                log_every=1,
+            )
+        found = checkpoints.latest()
+    assert found in told
+    assert told == list(range(1, found + 1))
+
+
+def test_what_callbacks_of_the_end_return_goes_into_the_line_of_a_saved_step(tmp_path):
+    path = tmp_path / "log.jsonl"
+    with jdp.Checkpoints(tmp_path / "saved", every_steps=2) as checkpoints:
+        jdp.run(
+            *(TRAIN[CHAIN], fresh(), data()),
+            stop=lambda step: step == 4,
+            checkpoints=checkpoints,
+            callbacks=[jdp.every(3, lambda state: {"held_out": 5.0})],
+            log=[jdp.JsonLines(path)],
+            log_every=1,
+        )
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert ["held_out" in line and "loss" in line for line in lines] == [False, False, True, True]
+
+
 def test_nans_end_a_run_at_the_last_good_checkpoint_and_name_the_batch(tmp_path):
     match = (
         r"The loss is nan, and has not been finite in 3 steps in a row, from step 6 on .* had "
