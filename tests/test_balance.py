@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 import jdp
 from jdp.balance import balance, exchange_times, rebalance
 
+pytestmark = pytest.mark.alternate
+
 seconds = st.floats(0.01, 100.0)
 
 

@@ -23,6 +23,8 @@ from jax.sharding import AxisType
 import jdp
 from jdp import prefetch as prefetch_module
 
+pytestmark = pytest.mark.alternate
+
 MESHES = {
     "1": ((1,), ("data",)),
     "8": ((8,), ("data",)),

@@ -10,6 +10,8 @@ from test_checkpoint import mesh_of
 
 import jdp
 
+pytestmark = pytest.mark.alternate
+
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 RNG = np.random.default_rng(0)

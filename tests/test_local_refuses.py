@@ -9,6 +9,8 @@ from reference import mlp
 
 import jdp
 
+pytestmark = pytest.mark.alternate
+
 PARAMS, LOSS, _, BATCH = mlp()
 ADAM = optax.adam(1e-2)
 OUTER = optax.sgd(0.7)

@@ -15,6 +15,8 @@ import pytest
 
 import jdp
 
+pytestmark = pytest.mark.alternate
+
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "long_run.py"
 STEPS = 400

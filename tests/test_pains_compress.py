@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 
+pytestmark = pytest.mark.alternate
+
 FEEDBACK = {"wire_dtype": jnp.int8, "error_feedback": True}
 COMPRESSORS = {
     "top_k": jdp.top_k(0.5),

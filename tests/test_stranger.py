@@ -9,6 +9,8 @@ from reference import assert_close, gradient, mean_gradient, mlp
 
 import jdp
 
+pytestmark = pytest.mark.alternate
+
 PARAMS, LOSS, MASKED, BATCH = mlp()
 SGD = optax.chain(jdp.all_reduce(), optax.sgd(1.0))
 

@@ -11,6 +11,8 @@ from sharded import BATCH, INNER, PARAMS, STAGES, mesh_of
 
 import jdp
 
+pytestmark = pytest.mark.alternate
+
 SPLITS = ["1", "2", "3"]
 REDUCED = optax.chain(jdp.all_reduce(), INNER)
 
