@@ -9,7 +9,8 @@ steps in each arm and the same batches and schedule. What a device sends in an e
 from the exchange's compiled program, by the ring algorithm, and added up over the exchanges of the
 whole run; the scalars of loss and weight are left out. Arms with a start average gradients exactly,
 or in 8 bits, in the first calls. Expected: 16 and 8 bits end where float32 does; PowerSGD with a
-start comes within 2 % in 4000 steps, and DiLoCo stays behind.
+start comes within 2 % in 4000 steps, DiLoCo in the middle of 8000 within 3 % (`--steps 8000
+--warmup 74 --fall 0.3 --outer-momentum 0.9`).
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ LIMITS = {
     "bfloat16": (1.005, 0.501),
     "int8": (1.005, 0.255),
     "power_sgd_4_begun": (1.02, 0.1),
-    "diloco_32_begun": (1.03, 0.05),  # not met yet
+    "diloco_32_middle": (1.03, 0.05),
 }
 
 
@@ -55,11 +56,13 @@ class Config:
     power_start: float = 1 / 3  # share of the steps in int8 before PowerSGD, where it has a start
     local_int8: float = 0.149  # share of the steps in int8 before DiLoCo, where it has a start
     local_start: float = 0.5  # share before local steps; what is not in int8 is PowerSGD
+    middle: tuple[float, float] = (0.147, 0.65)  # shares between which DiLoCo is in the middle
     outer_rate: float = 0.7  # of DiLoCo's outer optimizer
     outer_momentum: float = 0.75  # with which 960 steps ended lower than with 0.9
     batch: int = 16
     learning_rate: float = 3e-3
     warmup: int | None = None  # steps; none: a thirteenth of them
+    fall: float | None = None  # share of the steps in which the rate falls to 0; none: a cosine
     evaluate_every: int = 80
     evaluate_on: int = 512
     model: GPTConfig = dataclasses.field(
@@ -76,6 +79,8 @@ class Arm(NamedTuple):
 
     make: Callable[[], Any]
     exchanges: Callable[[int], Sequence[Any]]
+    then: Callable[[], Any] | None = None  # after `calls` local ones; a chain of a reduction and
+    calls: int = 0  # ... the inner optimizer
 
 
 EXACT = jdp.all_reduce()
@@ -93,6 +98,8 @@ def arms(config: Config) -> dict[str, Arm]:
         round(share * config.steps)
         for share in (config.power_start, config.local_int8, config.local_start)
     ]
+    begin = round(config.middle[0] * config.steps)
+    end = begin + round((config.middle[1] - config.middle[0]) * config.steps / 32) * 32
     return {
         "float32": sync(inner, EXACT),
         "bfloat16": sync(inner, jdp.all_reduce(wire_dtype=jnp.bfloat16)),
@@ -106,15 +113,22 @@ def arms(config: Config) -> dict[str, Arm]:
         "local_sgd_8": local(local_sgd, 8, config.start),
         "diloco_32": local(diloco, 32, config.start),
         "diloco_32_begun": local(diloco, 32, calls[2], POWER, INT8, calls[1]),
+        "diloco_32_middle": in_the_middle(local(diloco, 32, begin, INT8), end, sync(inner, POWER)),
     }
 
 
 def optimizer(config: Config) -> optax.GradientTransformation:
     """Of all arms; of each replica in local steps."""
     warmup = config.steps // 13 if config.warmup is None else config.warmup
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, warmup, config.steps + 1
-    )
+    peak, steps = config.learning_rate, config.steps + 1
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps)
+    if config.fall is not None:
+        falls = round(config.fall * steps)
+        rises, down = (
+            optax.linear_schedule(0.0, peak, warmup),
+            optax.linear_schedule(peak, 0, falls),
+        )
+        schedule = optax.join_schedules([rises, down], [steps - falls])
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
@@ -139,6 +153,18 @@ def local(
         return [*found, EXACT] if call == start else found  # where replicas set out from
 
     return Arm(functools.partial(make, start=start, reduce=both), exchanges)
+
+
+def in_the_middle(steps: Arm, calls: int, after: Arm) -> Arm:
+    """Local steps for so many calls, and then gradients averaged in each call."""
+
+    def exchanges(call: int) -> Sequence[Any]:
+        if call > calls:
+            return after.exchanges(call)
+        moves = [EXACT] * 3 if call == calls else []  # parameters, and AdamW's two moments
+        return [*steps.exchanges(call), *moves]
+
+    return Arm(steps.make, exchanges, after.make, calls)
 
 
 def main(config: Config) -> None:
@@ -186,6 +212,10 @@ def train(name: str, arm: Arm, config: Config) -> dict[str, Any]:
     batches = itertools.islice(reader.random(text, config.seed), config.steps)
     curve, sent = [], 0.0
     for number, batch in enumerate(jdp.feed(batches, mesh, microbatch=microbatch), 1):
+        if arm.then and number == arm.calls + 1:
+            tx = arm.then()
+            state = together(state, tx, mesh)
+            step = jdp.train_step(loss, tx, mesh, microbatch=microbatch)
         state, _ = step(state, batch)
         sent += sum(sent_by(reduce, mesh, config) for reduce in arm.exchanges(number))
         if number % config.evaluate_every == 0 or number == config.steps:
@@ -195,6 +225,14 @@ def train(name: str, arm: Arm, config: Config) -> dict[str, Any]:
             value = jdp.evaluate(evaluation, state.params, windows)
             curve.append({"step": number, "MB": sent / 1e6, "loss": float(value)})
     return {"arm": name, "MB_a_step": sent / 1e6 / config.steps, "curve": curve, **curve[-1]}
+
+
+def together(state: Any, tx: Any, mesh: Any) -> Any:
+    """The state of synchronous training that goes on from local steps, with mean moments."""
+    new = jdp.init_state(jdp.agreed(state.params), tx, mesh)
+    reduction, inner = new.opt_state
+    inner = jdp.restage(state.opt_state.inner_state, inner)
+    return new._replace(step=state.step, opt_state=(reduction, inner))
 
 
 @functools.cache

@@ -195,6 +195,16 @@ def test_every_exchange_of_a_curve_is_counted(load):
     assert [call for call in range(1, 101) if arms["diloco_32"].exchanges(call)] == [32, 64, 96]
     begun = [arms["power_sgd_4_begun"].exchanges(call) for call in range(1, 101)]
     assert begun == [[int8]] * 20 + [[power]] * 80
+    config = curves.Config(steps=100, middle=(0.1, 0.75))
+    middle = curves.arms(config)["diloco_32_middle"]
+    found = {call: middle.exchanges(call) for call in range(1, 101)}
+    assert all(found[call] == [int8] for call in range(1, 10))
+    assert found[10] == [int8, exact]
+    assert {call for call in range(11, 75) if found[call]} == {42, 74}
+    assert middle.calls == 74
+    assert found[42] == [int8]
+    assert found[74] == [int8, exact, exact, exact]
+    assert all(found[call] == [power] for call in range(75, 101))
     size = curves.sent_by(exact, jdp.make_mesh(), config)
     assert size == 2 * 7 / 8 * 4 * 115_008  # of the model's parameters
 

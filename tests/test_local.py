@@ -19,6 +19,7 @@ from topologies import devices
 
 import jdp
 from jdp.dataflow import bodies
+from jdp.replica import map_per_replica
 
 pytestmark = pytest.mark.either
 
@@ -418,6 +419,28 @@ def test_another_run_starts_from_the_agreed_mean():
     again = jdp.init_state(state.params, jdp.diloco(ADAM, NESTEROV, 4), mesh)
     assert_equal_rows(again.params)
     jax.tree.map(np.testing.assert_array_equal, again.opt_state.anchor, agreed)
+
+
+def test_synchronous_training_may_go_on_with_mean_moments():
+    """As docs/sending.md shows, against Optax on the means by hand."""
+    mesh, tx = jdp.make_mesh(), optax.chain(jdp.all_reduce(), ADAM)
+    state, _ = train(jdp.diloco(ADAM, NESTEROV, 3), mesh=mesh)
+    new = jdp.init_state(jdp.agreed(state.params), tx, mesh)
+    adam = jdp.restage(state.opt_state.inner_state, new.opt_state[1])
+    new = new._replace(step=state.step, opt_state=(new.opt_state[0], adam))
+    params, held = (
+        jax.tree.map(
+            lambda x: np.asarray(x).mean(0).astype(x.dtype),
+            map_per_replica(lambda leaf: leaf.value, tree),
+        )
+        for tree in (state.params, state.opt_state.inner_state)
+    )
+    assert held[0].count == state.step
+    _, grads = gradient_of(LOSS)(params, BATCH)
+    updates, _ = ADAM.update(grads, held, params)
+    new, _ = jdp.train_step(LOSS, tx, mesh)(new, BATCH)
+    assert_close(new.params, optax.apply_updates(params, updates), rtol=1e-5)
+    assert int(new.step) == 5
 
 
 def test_init_may_be_given_the_parameters_of_local_steps():
