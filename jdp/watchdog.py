@@ -46,6 +46,7 @@ _SLICE_SECONDS = 0.25  # of one wait in C++: the end of the process is delayed b
 _LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "purelib")), str(Path(__file__).parent))
 # Of errors of XLA and gloo, which are RuntimeErrors or ValueErrors, and of jdp's loaders.
 _ECHO = re.compile(r"gloo|[nr]ccl|connection|socket|UNAVAILABLE|DEADLINE_EX|\d failed with", re.I)
+_TOLD = re.compile(r"\(on process \d+\)$")  # by `jdp.decisions`: an error of another process
 
 
 class Beat(NamedTuple):
@@ -280,7 +281,8 @@ class Watchdog:
         if hasattr(sys, "ps1") or sys.flags.interactive or self._stop.is_set():
             before(kind, error, trace)  # it goes on, or has left the run
             return
-        if isinstance(error, RuntimeError | ValueError) and _ECHO.search(str(error)):
+        echo = isinstance(error, RuntimeError | ValueError) and _ECHO.search(str(error))
+        if echo or (isinstance(error, Exception) and _TOLD.search(str(error))):
             # Probably the echo of another's end. If it is, its verdict ends this process.
             time.sleep(0.6 * self._vanished)
         before(kind, error, trace)

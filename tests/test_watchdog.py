@@ -250,9 +250,13 @@ def test_b14_the_echo_of_an_error_lets_the_error_be_told_first(watch, monkeypatc
     monkeypatch.setattr(watchdog, "atexit", nothing)
     monkeypatch.setattr(watchdog.time, "sleep", slept.append)
     monkeypatch.setattr(dog, "_leave", lambda code: None)
-    for text in ("jdp.Batches has no batch 3: process 2 failed with OSError: no.", "no batch 3"):
-        dog._fail(lambda *given: None, RuntimeError, RuntimeError(text), None)
-    assert slept == [0.6 * 0.2]
+    for kind, text in (
+        (RuntimeError, "jdp.Batches has no batch 3: process 2 failed with OSError: no."),
+        (OSError, "No such file: 'x' (on process 2)"),
+        (RuntimeError, "no batch 3"),
+    ):
+        dog._fail(lambda *given: None, kind, kind(text), None)
+    assert slept == [0.6 * 0.2] * 2
     assert "process 1 failed in step" in texts["jdp/verdict"]
 
 
