@@ -20,7 +20,6 @@ from jdp.agreement import check_processes
 from jdp.bad_steps import BadSteps
 from jdp.batches import Batches
 from jdp.decisions import Decisions
-from jdp.drift import DriftError
 from jdp.folder import CheckpointError
 from jdp.logs import progress_bar
 from jdp.mesh import is_whole
@@ -228,7 +227,7 @@ class _Caller:
 
     def __init__(self, callbacks: Sequence[Every]) -> None:
         self._callbacks = callbacks
-        self._decisions = Decisions("the callbacks of jdp.run", CheckpointError, DriftError)
+        self._decisions = Decisions("the callbacks of jdp.run", CheckpointError)
 
     def after(self, number: int, state: Any) -> dict[str, float]:
         """Those whose turn it is after a step."""
