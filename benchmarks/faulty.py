@@ -87,9 +87,7 @@ def main(folder: Path) -> int:
                 print(f"training goes on: {error}", flush=True)
                 faults.mend()
 
-        if checkpoints.latest() is not None:
-            state, position = checkpoints.restore(state)
-            batches.restore(position)
+        state = checkpoints.resume(state, batches)
         faults.begin(int(state.step), checkpoints, stop)
         source.traps = faults.in_loader(batches)
         state = jdp.run(

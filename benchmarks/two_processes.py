@@ -16,7 +16,6 @@ import functools
 import math
 import multiprocessing
 import sys
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -112,23 +111,18 @@ def work(config: Config, coordinator: str, processes: int, index: int, orders: C
     jdp.emulate_devices(DEVICES // processes)
     if processes > 1:
         jdp.initialize(coordinator, num_processes=processes, process_id=index)
-    step, state, batches = training(config)
+    step, fresh, batches = training(config)
     batch = next(batches)
-    state, metrics = step(state, batch)  # compiles
-    answers = {"loss": lambda: float(metrics["loss"])}
+    loss = float(step(fresh(), batch)[1]["loss"])  # compiles
 
-    def turn(draw: Callable[[], Any]) -> float:
-        nonlocal state
-        start = 0.0
-        for call in range(config.calls + 1):
-            if call == 1:  # see `measure.stepper`
-                start = time.perf_counter()
-            state, found = step(state, draw())
-            jax.block_until_ready((state, found))
-        return (time.perf_counter() - start) / config.calls
+    def turn(draw: Callable[[], Any]) -> Callable[[], float]:
+        return measure.stepper(lambda state: step(state, draw()), fresh(), config.calls)
 
-    answers["step"] = lambda: turn(lambda: batch)
-    answers["fed"] = lambda: turn(lambda: next(batches))
+    answers = {
+        "loss": lambda: loss,
+        "step": turn(lambda: batch),
+        "fed": turn(lambda: next(batches)),
+    }
     while True:
         orders.send(answers[orders.recv()]())
 
@@ -139,8 +133,8 @@ def as_mean(loss: Any, params: Any, batch: Any) -> jdp.Mean:
     return jdp.Mean(loss(params, batch) * rows, rows)
 
 
-def training(config: Config) -> tuple[Any, Any, Iterator[Any]]:
-    """A step, its first state, and batches without end."""
+def training(config: Config) -> tuple[Any, Callable[[], Any], Iterator[Any]]:
+    """A step, a maker of its first state, and batches without end."""
     mesh, tx = jdp.make_mesh(), optax.chain(jdp.all_reduce(), optax.adamw(1e-3))
     if config.model == "mlp":
         _, params, mean, rows = models.make("mlp", quick=config.quick, times=16)
@@ -157,7 +151,7 @@ def training(config: Config) -> tuple[Any, Any, Iterator[Any]]:
         jdp.Columns(rows), mesh, batch=config.batch, seed=0, microbatch=microbatch
     )
     step = jdp.train_step(loss, tx, mesh, microbatch=microbatch)
-    return step, jdp.init_state(params, tx, mesh), iter(batches)
+    return step, lambda: jdp.init_state(params, tx, mesh), iter(batches)
 
 
 if __name__ == "__main__":

@@ -55,11 +55,12 @@ def walk(
         What it sends and computes.
     """
     device = mesh.devices.flat[0]
-    clock = _Walk(parse(text), Frames(text), mesh, seconds, roofline)
-    clock.run(clock.program.computations[clock.program.entry])
+    program, frames = parse(text), Frames(text)
+    clock = _Walk(program, frames, mesh, seconds, roofline)
+    clock.run(program.computations[program.entry])
     if device.platform == "gpu" and not clock.compute and roofline is not None:
-        clock = _Walk(clock.program, Frames(text), mesh, seconds, roofline, modelled=True)
-        clock.run(clock.program.computations[clock.program.entry])
+        clock = _Walk(program, frames, mesh, seconds, roofline, modelled=True)
+        clock.run(program.computations[program.entry])
         clock.notes.append(
             "Times of computing are those of a roofline, the least that products and memory allow: "
             "this chip's compiler has no model."

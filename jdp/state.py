@@ -190,10 +190,10 @@ def _born(make: Callable[[], Any], placement: Placement | None, mesh: Mesh) -> A
     if placement is None:
         return jax.jit(lambda: make(), out_shardings=NamedSharding(mesh, P()))()
 
-    _check_generator(make, placement)
+    traced = jax.jit(lambda: make()).trace()
+    _check_generator(str(traced.jaxpr), placement)
     if jax.process_count() > 1:  # afterwards no process has a whole one to compare
-        program = jax.jit(lambda: make()).lower().as_text()
-        text = np.frombuffer(program.encode(), np.uint8)
+        text = np.frombuffer(traced.lower().as_text().encode(), np.uint8)
         same_everywhere({"the function that makes params": text}, "initial state")
 
     def stored() -> Any:
@@ -205,9 +205,9 @@ def _born(make: Callable[[], Any], placement: Placement | None, mesh: Mesh) -> A
     return jax.jit(stored, out_shardings=places)()
 
 
-def _check_generator(make: Callable[[], Any], placement: Placement) -> None:
+def _check_generator(program: str, placement: Placement) -> None:
     """Some generators draw other values where an array is split otherwise, jax-ml/jax#40232."""
-    if found := re.search(r"key<u?rbg>", str(jax.make_jaxpr(make)())):
+    if found := re.search(r"key<u?rbg>", program):
         name = {"key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}[found[0]]
         warnings.warn(
             f"The parameters are drawn by JAX's generator {name!r} where {placement.name} splits "
