@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
+from jdp.mesh import as_one_program
+
 PASSIVE = ("axis_index", "pvary", "pcast")  # they name an axis and send nothing
 
 
@@ -70,7 +72,7 @@ def run_checked(fn: Callable[..., Any], check: Callable[[Any], None], *args: Any
     """
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     check(program.jaxpr)
-    flat = jaxpr_as_fun(program)(*jax.tree.leaves(args))
+    flat = as_one_program(jaxpr_as_fun(program))(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shapes), flat)
 
 

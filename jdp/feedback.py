@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jdp.mesh import AxisNames, names_of, on_auto_axes
+from jdp.mesh import AxisNames, names_of, on_auto_axes, on_devices
 from jdp.replica import (
     check_rows,
     is_gradient,
@@ -150,12 +150,12 @@ not be finite stays; the means show inf or NaN |
         _check_axes(name, axis, axes, state)
         values, treedef = jax.tree.flatten(values)
         residuals = jax.tree.leaves(state.residual)
-        run = jax.shard_map(
+        run = on_devices(
             _on_one_device(exchange, axes, error_feedback),
-            mesh=mesh,
+            mesh,
             in_specs=(P(axes), P(axes), P()),
             out_specs=(P(), P(axes), P()),
-            axis_names=set(axes),
+            axes=axes,
         )
         means, residuals, memory = run(values, residuals, state.memory)
         means = [mean.astype(wide(value)) for mean, value in zip(means, values, strict=True)]

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jdp.mesh import is_whole
+from jdp.mesh import is_whole, on_devices
 from jdp.replica import (
     find_nodes,
     give_per_replica,
@@ -321,8 +321,7 @@ def _all_finite(grads: Any, caller: str) -> jax.Array:
     def local(values: Any) -> jax.Array:
         return jax.lax.pmin(_finite(values).astype(jnp.int32), axes)
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(axes), out_specs=P(), axis_names=set(axes))
-    return mapped(values) == 1
+    return on_devices(local, mesh, P(axes), P(), axes)(values) == 1
 
 
 def _finite(tree: Any) -> jax.Array:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -306,6 +307,29 @@ def found_mesh(params: Any, does: str) -> AnyMesh:
             "`with jax.set_mesh(mesh):`."
         )
     return mesh
+
+
+def on_devices(
+    fn: Callable[..., Any], mesh: AnyMesh, in_specs: Any, out_specs: Any, axes: Sequence[str]
+) -> Callable[..., Any]:
+    """`jax.shard_map` over some axes of a mesh, as one program also outside `jax.jit`."""
+    return as_one_program(
+        jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))
+    )
+
+
+def as_one_program(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, compiled as a whole where it is called with arrays and nothing traces it.
+
+    JAX would compile each operation of a `shard_map` alone, in each call anew: 11 s for the signs
+    of 16 numbers on eight devices, where one program takes half a second.
+    """
+
+    def call(*args: Any) -> Any:
+        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
+        return (fn if traced else jax.jit(fn))(*args)
+
+    return call
 
 
 def on_auto_axes(compute: Callable[..., Any], like: Any) -> Callable[..., Any]:

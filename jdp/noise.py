@@ -18,7 +18,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jdp.feedback import CompressedState
-from jdp.mesh import axis_size
+from jdp.mesh import axis_size, on_devices
 from jdp.replica import find_nodes, is_per_replica, take_per_replica, weight_of, wide
 from jdp.split import ZeroState
 
@@ -204,7 +204,7 @@ def _squares(updates: Any, caller: str) -> tuple[jax.Array | None, int]:
         zero = jax.lax.pcast(jnp.float32(0), axes, to="varying")
         return sum((_square(x) for x in jax.tree.leaves(values)), start=zero)[None]
 
-    run = jax.shard_map(local, mesh=mesh, in_specs=P(axes), out_specs=P(axes), axis_names=set(axes))
+    run = on_devices(local, mesh, P(axes), P(axes), axes)
     return run(values), axis_size(mesh, axes)
 
 

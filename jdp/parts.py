@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jdp import collectives
-from jdp.mesh import AnyMesh, ambient_mesh, on_auto_axes
+from jdp.mesh import AnyMesh, ambient_mesh, on_auto_axes, on_devices
 from jdp.padded import is_padded, stored_array
 from jdp.replica import (
     is_gradient,
@@ -142,13 +142,8 @@ def reduce_to_parts(updates: Any, params: Any, placement: Placement) -> tuple[An
         reduce = functools.partial(reduce_parts, placement=placement, axes=axes)
         return on_auto_axes(reduce, own)(own)
 
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=P(axes),
-        out_specs=[part.over(placement.axes) for part in placement.parts],
-        axis_names=set(axes),
-    )
+    stored_over = [part.over(placement.axes) for part in placement.parts]
+    run = on_devices(local, mesh, in_specs=P(axes), out_specs=stored_over, axes=axes)
     stored = zip(run(values), placement.parts, strict=True)
     return treedef.unflatten([mark(value, part) for value, part in stored]), mesh
 
@@ -187,13 +182,8 @@ def gather_whole(stored: Any, placement: Placement, mesh: AnyMesh) -> Any:
             for leaf, part in zip(leaves, placement.parts, strict=True)
         ]
 
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=([part.over(placement.axes) for part in placement.parts],),
-        out_specs=P(),
-        axis_names=set(placement.axes),
-    )
+    stored_over = [part.over(placement.axes) for part in placement.parts]
+    run = on_devices(local, mesh, in_specs=(stored_over,), out_specs=P(), axes=placement.axes)
     return lie_whole(treedef.unflatten(run(list(map(stored_array, leaves)))), placement, mesh)
 
 

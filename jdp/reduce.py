@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jdp import collectives
 from jdp.feedback import check_axis, compressed
-from jdp.mesh import AnyMesh, AxisNames, names_of, on_auto_axes
+from jdp.mesh import AnyMesh, AxisNames, names_of, on_auto_axes, on_devices
 from jdp.quantize import BLOCK, check_block, check_wire_dtype, is_narrow
 from jdp.replica import give_per_replica, take_per_replica, weight_of, wide, widen
 
@@ -228,13 +228,7 @@ def _on_each_device(
         means = average(jax.tree.map(lambda value: value[0], values))
         return jax.tree.map(lambda value: value[None], means) if rest else means
 
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=P(axes),
-        out_specs=P(rest) if rest else P(),
-        axis_names=set(axes),
-    )
+    return on_devices(local, mesh, P(axes), P(rest) if rest else P(), axes)
 
 
 def joins_leaves(mesh: AnyMesh) -> bool:

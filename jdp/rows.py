@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp.mesh import AnyMesh, axis_size
+from jdp.mesh import AnyMesh, axis_size, on_devices
 from jdp.microbatch import vary
 from jdp.padded import turn_nodes
 from jdp.replica import PerReplica, check_rows, is_per_replica, map_per_replica, wide
@@ -93,9 +93,7 @@ def on_rows(fn: Callable[[Any, Any], Any], mesh: AnyMesh, axes: tuple[str, ...])
         own = fn(jax.tree.map(lambda x: x[0], rows), vary(shared, axes))
         return jax.tree.map(lambda x: x[None], vary(jax.tree.map(jnp.asarray, own), axes))
 
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=(P(axes), P()), out_specs=P(axes), axis_names=set(axes)
-    )
+    return on_devices(local, mesh, (P(axes), P()), P(axes), axes)
 
 
 def rows_of(tree: Any, mesh: AnyMesh, axes: tuple[str, ...]) -> Any:

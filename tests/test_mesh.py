@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.mesh import ambient_mesh
+from jdp.mesh import ambient_mesh, on_devices
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -236,3 +236,20 @@ def test_ambient_mesh():
         assert ambient_mesh({}) == mesh.abstract_mesh
         assert jax.jit(lambda x: ambient_mesh(x).size * x)(jnp.ones(())) == 8
     assert isinstance(ambient_mesh(on_mesh), Mesh)
+
+
+def test_outside_jit_what_devices_do_is_one_program(caplog):
+    """JAX alone would compile each operation by itself, in each call."""
+    mesh, x = jdp.make_mesh(), jnp.arange(16.0)
+
+    def make():
+        mean = lambda x: jax.lax.pmean(jnp.sin(x) * 2 + jnp.cos(x), "data")  # noqa: E731
+        return on_devices(mean, mesh, P("data"), P(), ["data"])
+
+    want = make()(x)  # with whatever else must be compiled
+    with jax.log_compiles():
+        np.testing.assert_array_equal(make()(x), want)
+    assert sum("Finished XLA compilation" in line for line in caplog.messages) == 1
+    np.testing.assert_array_equal(jax.jit(make())(x), want)
+    rows = np.asarray(x).reshape(8, 2)
+    np.testing.assert_allclose(want, (np.sin(rows) * 2 + np.cos(rows)).mean(0), rtol=1e-5)
