@@ -24,12 +24,14 @@ from jdp.mesh import AxisNames, axis_size, data_axes
 Option = bool | int | float | str
 
 # What lets an all-reduce run beside compute, by `device_kind`. On v5e a part of it is put into each
-# fusion that follows; other compilers refuse that or, before libtpu 0.0.50, warn of nothing and may
-# make programs that hang or are wrong. On v6e it is left to the SparseCores.
+# fusion that follows, of matrix products and, by the third option, of elementwise updates. Other
+# compilers refuse that or, before libtpu 0.0.50, warn of nothing and may make programs that hang or
+# are wrong. On v6e it is left to the SparseCores.
 _BESIDE_COMPUTE: dict[str, dict[str, Option]] = {
     "TPU v5 lite": {
         "xla_enable_async_all_reduce": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions": True,
     },
     "TPU v6 lite": {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": True},
 }
@@ -54,7 +56,8 @@ def xla_options(
     The devices of the mesh decide:
 
         cpu      nothing: XLA:CPU combines everything and runs nothing asynchronously
-        tpu v5e  combine all-reduces up to `bucket_bytes`, run them inside the backward's fusions
+        tpu v5e  combine all-reduces up to `bucket_bytes`, run them inside the fusions of the
+                 backward pass and of the optimizer
         tpu v6e  combine all-reduces up to `bucket_bytes`, run them on the SparseCores
         tpu      combine all-reduces up to `bucket_bytes`, if given: none runs under compute
         gpu      combine all-reduces up to `bucket_bytes`, reduce-scatters up to `bucket_bytes` of
@@ -68,7 +71,9 @@ def xla_options(
     several leaves stops it. Its default bucket is therefore small: it joins what is too small to
     be worth a start of its own. On a square slice (4x4, 8x8, 16x16) the compiler makes an
     all-reduce of a reduce-scatter, so this goes for `jdp.zero1` to `jdp.zero3` as well. Parameters
-    are gathered under compute there without any option.
+    are gathered under compute there without any option. The option for elementwise updates
+    (its name ends in `fuse_kloop_fusions`) is seldom used: should libtpu crash while it compiles a
+    step (reported by others, on v6e with Pallas kernels), pass `compiler_options` without it.
 
     Args:
         mesh: The mesh the step runs on; its devices may be those of an ahead-of-time topology.
