@@ -18,6 +18,7 @@ import optax
 _NAMES = {
     ("jdp.reduce", "all_reduce"): "all_reduce",
     ("jdp.hierarchy", "hierarchical"): "hierarchical",
+    ("jdp.begin", "begin_with"): "begin_with",
     ("jdp.accumulate", "multi_steps"): "multi_steps",
     ("jdp.zero", "_zero"): "zero",
     ("jdp.local", "_local_steps"): "local",

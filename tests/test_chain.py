@@ -32,6 +32,10 @@ INNER = optax.adamw(1e-3)
         (jdp.skip_nonfinite(optax.chain(jdp.all_reduce(), INNER)), "jdp.all_reduce()"),
         (optax.chain(optax.chain(jdp.top_k(0.1)), INNER), "jdp.top_k(...)"),
         (
+            optax.chain(jdp.begin_with(jdp.all_reduce(), 9, jdp.power_sgd(4)), INNER),
+            "jdp.begin_with(...)",
+        ),
+        (
             optax.chain(jdp.all_reduce_in_backward(), INNER),
             "jdp.all_reduce_in_backward(...)",
         ),
@@ -49,6 +53,9 @@ def test_stages_accumulation_and_local_steps_are_told():
     assert found.wire_dtype == jnp.bfloat16
     found = parts(optax.chain(jdp.power_sgd(rank=2), jdp.zero1(INNER)))
     assert (found.name, found.zero.number, found.compresses) == ("power_sgd", 1, True)
+    begun = jdp.begin_with(jdp.all_reduce(wire_dtype=jnp.int8), 9, jdp.power_sgd(4))
+    found = parts(optax.chain(begun, INNER))
+    assert (found.compresses, found.reduces.update is begun.update) == (True, True)
     for make in (jdp.local_sgd, lambda inner, every: jdp.diloco(inner, INNER, every=every)):
         found = parts(make(INNER, every=5))
         assert (found.local in ("local_sgd", "diloco"), found.every) == (True, 5)

@@ -113,6 +113,16 @@ CASES = {
         **NODES,
     ),
     "power_sgd": Case(with_momentum(jdp.power_sgd(8, min_rate=0)), rounding=2.0**-18),
+    "begin_with": Case(
+        with_momentum(
+            jdp.begin_with(
+                jdp.all_reduce(wire_dtype=jnp.bfloat16, error_feedback=True),
+                2,
+                jdp.power_sgd(8, min_rate=0),
+            )
+        ),
+        rounding=2.0**-8,
+    ),
     "in_backward": Case(with_momentum(jdp.all_reduce_in_backward(min_size=0)), split=True),
     "in_order": Case(with_momentum(jdp.all_reduce_in_order()), axis_types=EXPLICIT, split=True),
     "noise_scale": Case(with_momentum(jdp.gradient_noise_scale(jdp.all_reduce()))),
