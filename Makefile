@@ -1,7 +1,7 @@
 # Needs python3 (>= 3.11) with pip and venv; everything else is installed into $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 3
 BIN := $(VENV)/bin
 
 .PHONY: demo test gate notebooks bench bench-compiled clean

@@ -237,7 +237,8 @@ def test_zero1_reduces_each_leaf_under_compute(mesh):
     assert under_compute(waiting) == 0
     grads, gathered, ours = sent_under_zero(mesh, jdp.zero1, LEAF_BYTES)
     assert len(grads) == 3
-    assert under_compute(grads) >= 2  # the last has the whole backward pass behind it
+    # the last has the whole backward pass behind it; on v5e it runs under the optimizer
+    assert under_compute(grads) == {"tpu": 3, "gpu": 2}[platform(mesh)]
     assert sum(one.bytes for one in gathered) == 3 * LEAF_BYTES
     assert ours.hidden > default.hidden
 
