@@ -14,7 +14,7 @@ from reference import assert_close
 
 import jdp
 
-pytestmark = pytest.mark.either
+pytestmark = pytest.mark.alternate
 
 LAYERS, WIDTH = 6, 32
 _random = np.random.default_rng(4)

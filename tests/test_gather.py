@@ -14,7 +14,7 @@ from sharded import STAGES, mesh_of
 
 import jdp
 
-pytestmark = pytest.mark.either
+pytestmark = pytest.mark.alternate
 
 LAYERS, WIDTH, ROWS = 12, 16, 24  # eight devices divide the width, not the layers
 _random = np.random.default_rng(1)

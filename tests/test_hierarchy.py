@@ -21,7 +21,7 @@ from jdp import nodes
 from jdp.hierarchy import hierarchical
 from jdp.replica import is_per_replica
 
-pytestmark = pytest.mark.either
+pytestmark = pytest.mark.alternate
 
 NODES = ("node", "device")
 SHAPES = [(2, 4), (4, 2), (1, 8), (8, 1)]

@@ -21,7 +21,7 @@ import jdp
 from jdp.dataflow import bodies
 from jdp.replica import map_per_replica
 
-pytestmark = pytest.mark.either
+pytestmark = pytest.mark.alternate
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 PARAMS, LOSS, MASKED, BATCH = mlp()

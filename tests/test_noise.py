@@ -16,7 +16,7 @@ from programs import collectives
 import jdp
 from jdp.noise import find_noise_scale, gradient_noise_scale, per_replica_norms
 
-pytestmark = pytest.mark.either
+pytestmark = pytest.mark.alternate
 
 
 @functools.cache

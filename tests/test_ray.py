@@ -19,6 +19,7 @@ NEEDED = ("ray", "pandas", "pyarrow", "pydantic", "fsspec")
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.multiprocess,
+    pytest.mark.timeout(900),  # a minute alone, four beside other tests
     pytest.mark.skipif(bool(missing), reason=f"no {', '.join(missing)}: pip install 'ray[train]'"),
 ]
 
@@ -73,7 +74,7 @@ def test_a_worker_of_ray_is_killed_and_the_run_ends_with_the_same_bits(tmp_path,
         assert process.poll() is None
         time.sleep(0.01)
     os.kill(int(found[1]), signal.SIGKILL)
-    code, output = ended(process)
+    code, output = ended(process, 600)
     assert code == 0, output
     assert output.count("Started training worker group of size 2") == 1  # once more than before
     deadline = time.monotonic() + 20

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 import jdp
 from jdp import padded
 
-pytestmark = pytest.mark.either
+pytestmark = pytest.mark.alternate
 
 PARAMS, LOSS, _, BATCH = reference.mlp()
 # 11 x 5 and 13 are divided by no number of devices tried

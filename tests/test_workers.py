@@ -14,6 +14,8 @@ from dying import Read
 
 from jdp.workers import _as_failure, _pickled, in_processes, in_threads
 
+pytestmark = pytest.mark.alternate
+
 
 def _dies(how, path):
     """The error that a worker's death, or its exception, becomes; after the batch before it."""
