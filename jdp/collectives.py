@@ -176,8 +176,8 @@ def means_and_sent(
     """Means of leaves, and what this device's values count as in them.
 
     The mean over devices of the latter is the former: a device answers for the rounding of its own
-    values, and for that of the mean in the part that it has added up. Leaves of 32 bits and more
-    than `alone_above` bytes are not joined with others.
+    values, and for that of the mean in the part that it has added up. Leaves of more than
+    `alone_above` bytes, as sent, are not joined with others.
     """
     wires = [send.wire_dtype or leaf.dtype for leaf in leaves]
     narrow = [i for i, wire in enumerate(wires) if is_narrow(wire)]
@@ -189,13 +189,12 @@ def means_and_sent(
         found.update(zip(wide, zip(jax.lax.pmean(cast, axis_name), cast, strict=True), strict=True))
         wide = []
     sizes = [leaf.size * jnp.dtype(wire).itemsize for leaf, wire in zip(leaves, wires, strict=True)]
-    large = [i for i in wide if sizes[i] > alone_above]
-    small = {i: wires[i] for i in wide if i not in large}
-    for bucket in [*([i] for i in large), *buckets(small, sizes, bucket_bytes)]:
+    for bucket in buckets({i: wires[i] for i in wide}, sizes, bucket_bytes, alone_above):
         average = functools.partial(_wide_mean, wire=wires[bucket[0]], axis_name=axis_name)
         found.update(_in_one_buffer(bucket, leaves, average))
     limit = bucket_bytes if bucket_bytes is not None else BUCKET_BYTES
-    for number, bucket in enumerate(buckets({i: wires[i] for i in narrow}, sizes, limit)):
+    kinds = {i: wires[i] for i in narrow}
+    for number, bucket in enumerate(buckets(kinds, sizes, limit, alone_above)):
         key = None if send.key is None else jax.random.fold_in(send.key, number)
         one = send._replace(wire_dtype=jnp.dtype(wires[bucket[0]]), key=key)
         average = functools.partial(_narrow_mean, axis_name=axis_name, send=one)

@@ -5,6 +5,7 @@
 Nothing is cast or sent; which leaves go together is decided by `buckets`.
 """
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,10 @@ def take_apart(row: jax.Array, like: Sequence[Any]) -> list[jax.Array]:
 
 
 def buckets(
-    kinds: Mapping[int, Hashable], sizes: Sequence[int], limit: int | None
+    kinds: Mapping[int, Hashable],
+    sizes: Sequence[int],
+    limit: int | None,
+    alone_above: float = math.inf,
 ) -> list[list[int]]:
     """Groups numbered leaves of one kind, in order, until a group's sizes reach the limit.
 
@@ -62,10 +66,14 @@ def buckets(
         kinds: The kind (a dtype) of each leaf that is to be grouped, by its number.
         sizes: The size of every leaf; one larger than the limit is a group of its own.
         limit: The largest sum of sizes; `None` leaves each leaf alone.
+        alone_above: A size above which a leaf is a group of its own.
     """
     groups: list[list[int]] = []
     last: dict[Hashable, tuple[list[int], int]] = {}  # of each kind, the group still to be filled
     for i, kind in kinds.items():
+        if sizes[i] > alone_above:
+            groups.append([i])
+            continue
         group, filled = last.get(kind, ([], 0))
         if not group or filled + sizes[i] > (limit or 0):
             group, filled = [], 0

@@ -8,6 +8,7 @@ and random rounding need, and knows no optimizer. How buckets are made is decide
 the mesh consists of; how numbers become bits is decided in `jdp.quantize`.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,9 @@ from jdp.mesh import AnyMesh, AxisNames, names_of, on_auto_axes, on_devices
 from jdp.quantize import BLOCK, check_block, check_wire_dtype, is_narrow
 from jdp.replica import give_per_replica, take_per_replica, weight_of, wide, widen
 
-# Bytes above which a leaf is not joined with others: joined by XLA:CPU in a step, four leaves of up
-# to 16 MB cost 194 ms where alone they took 18, and the wire gains nothing from larger buffers.
+# Bytes above which a leaf is not joined with others on CPU. Four leaves of up to 16 MB joined by
+# XLA:CPU in a step cost 194 ms where alone they took 18, and in bfloat16 20 ms more than alone; the
+# wire gains nothing from larger buffers.
 ALONE_ABOVE = 2**20
 
 
@@ -82,7 +84,8 @@ def all_reduce(
         wire_dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, sent between
             devices; `None` sends each leaf as it is.
         bucket_bytes: Size of a bucket at the wire dtype, where this transformation makes them;
-            default 25 MiB. Where the compiler does, give the same number to `jdp.xla_options`.
+            default 25 MiB. Where the compiler does, give the same number to `jdp.xla_options`. On
+            CPU a leaf of more than 1 MiB has a bucket of its own: joining would be a copy.
         block: Values that share a scale, for dtypes of 8 bits; 4 bytes each.
         stochastic: Round up or down at random, so that the mean is right on average.
         error_feedback: Keep what a narrow dtype loses and add it to the next gradient.
@@ -141,7 +144,7 @@ def all_reduce(
         limit = bucket_bytes if joins_leaves(mesh) else None
 
         def means_of(leaves: list[jax.Array]) -> list[jax.Array]:
-            return collectives.means_and_sent(leaves, over, send, limit, ALONE_ABOVE)[0]
+            return collectives.means_and_sent(leaves, over, send, limit, _alone_above())[0]
 
         return average_over(over, means_of, updates, values, axes, mesh), state
 
@@ -160,7 +163,9 @@ def _with_state(
 
     def exchange(values: list[jax.Array], memory: Any, axes: tuple[str, ...]) -> Any:
         key = jax.random.fold_in(jax.random.key(seed), memory) if stochastic else None
-        means, sent = collectives.means_and_sent(values, axes, send._replace(key=key), bucket_bytes)
+        means, sent = collectives.means_and_sent(
+            values, axes, send._replace(key=key), bucket_bytes, _alone_above()
+        )
         return means, sent, memory + 1 if stochastic else memory
 
     def init_memory(params: Any) -> Any:
@@ -241,3 +246,9 @@ def joins_leaves(mesh: AnyMesh) -> bool:
         return jax.default_backend() == "cpu" and jax.process_count() > 1
     devices = mesh.devices.ravel()
     return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
+
+
+def _alone_above() -> float:
+    """Bytes above which a leaf travels alone, by the devices of the `shard_map` that asks."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return ALONE_ABOVE if device is not None and device.platform == "cpu" else math.inf

@@ -507,6 +507,12 @@ def test_goal_6_bytes_of_a_narrow_wire(wire):
     assert sent <= (0.255 if wire in EIGHT else 0.501) * plain
 
 
+def test_on_cpu_large_leaves_travel_alone_and_small_ones_together():
+    """Joining is a copy; three matrices have more than 1 MiB on the wire."""
+    found, _ = sent_for_the_mlp(wire_dtype=jnp.dtype(jnp.bfloat16))
+    assert sorted(c.kind for c in found) == ["all-gather"] * 4 + ["all-to-all"] * 4
+
+
 def test_feedback_sends_nothing_more():
     wire = jnp.dtype(jnp.int8)
     _, without = sent_for_the_mlp(wire_dtype=wire)
