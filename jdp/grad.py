@@ -138,7 +138,7 @@ def value_and_grad(
         else:
             check_axes(in_backward, axes)
             params, treedef = as_stored(params, in_backward)
-            grad_specs = [part.over(in_backward.axes) for part in in_backward.parts]
+            grad_specs = in_backward.specs
             specs = (grad_specs if in_backward.stage == 3 else P()), P()
             compute_dtype = getattr(loss_fn, "compute_dtype", None)
             gathering = functools.partial(Split, compute_dtype=compute_dtype)

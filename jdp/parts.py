@@ -142,8 +142,7 @@ def reduce_to_parts(updates: Any, params: Any, placement: Placement) -> tuple[An
         reduce = functools.partial(reduce_parts, placement=placement, axes=axes)
         return on_auto_axes(reduce, own)(own)
 
-    stored_over = [part.over(placement.axes) for part in placement.parts]
-    run = on_devices(local, mesh, in_specs=P(axes), out_specs=stored_over, axes=axes)
+    run = on_devices(local, mesh, in_specs=P(axes), out_specs=placement.specs, axes=axes)
     stored = zip(run(values), placement.parts, strict=True)
     return treedef.unflatten([mark(value, part) for value, part in stored]), mesh
 
@@ -182,8 +181,7 @@ def gather_whole(stored: Any, placement: Placement, mesh: AnyMesh) -> Any:
             for leaf, part in zip(leaves, placement.parts, strict=True)
         ]
 
-    stored_over = [part.over(placement.axes) for part in placement.parts]
-    run = on_devices(local, mesh, in_specs=(stored_over,), out_specs=P(), axes=placement.axes)
+    run = on_devices(local, mesh, (placement.specs,), out_specs=P(), axes=placement.axes)
     return lie_whole(treedef.unflatten(run(list(map(stored_array, leaves)))), placement, mesh)
 
 

@@ -101,6 +101,11 @@ class Placement:
             return f"jdp.zero{self.stage}"
         return "jdp.all_reduce_in_order" if self.ordered else "jdp.all_reduce_in_backward"
 
+    @property
+    def specs(self) -> list[P]:
+        """How parameters that are split lie along `axes`, as a shard_map over them wants it."""
+        return [part.over(self.axes) for part in self.parts]
+
     def part_of(self, path: Any, shape: tuple[int, ...]) -> Part:
         """How a leaf of the optimizer state lies: as the parameter it mirrors, or by its shape."""
         end = jax.tree_util.keystr(path)
